@@ -33,6 +33,7 @@ TESTED_IN = {
     "core/tails/__init__": "core/tails/test_clusters.py",
     "core/tails/drawn": "core/tails/test_estimate.py",
     "core/tails/sampled": "core/tails/test_estimate.py",
+    "spec/decode": "engines/test_decode.py",
     "spec/earlier": "engines/test_earlier.py",
     "spec/stretches": "core/tails/test_stretches.py",
     "integrations/__init__": "integrations/test_patch.py",

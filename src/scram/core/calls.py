@@ -325,6 +325,42 @@ class EarlierGrads(NamedTuple):
     v: Tensor
 
 
+class ListedKeys(NamedTuple):
+    """The routed keys of the tile of a DecodeCall, which lie together."""
+
+    k: Tensor  # [B, H, K, E], 0 for none
+    v: Tensor  # [B, H, K, F]
+    exists: Tensor  # bool [B, H, K]
+    chosen: Tensor  # bool [B, H, C], clusters that they are of
+
+
+class SeenClusters(NamedTuple):
+    """The clusters of all stretches before that of a DecodeCall, C of them. Each row lies together."""
+
+    centers: Tensor  # float32 (float64 for float64), or bfloat16 [B, Hk, C, E]
+    values: Tensor  # like centers [B, Hk, C, F]
+    log_sizes: Tensor  # float32 (float64 for float64) [B, Hk, C], -inf for a cluster without keys
+    variance: Tensor  # like log_sizes [B, Hk, E]
+    spreads: Tensor | None  # like log_sizes [B, Hk, C]; None: no second-order weight
+    slope: Tensor | None  # like log_sizes [B, Hk, E, F]; None: no first-order term
+
+
+class DecodeCall(NamedTuple):
+    """Attend the newest positions of one tile: the keys of their stretch, routed keys, and clusters for the rest.
+
+    The last query is at the last of the L keys; a query attends the keys up to its own place. Inference only.
+    """
+
+    q: Tensor  # [B, H, n, E]
+    k: Tensor  # [B, Hk, L, E], 0 where not `usable`; each row lies together
+    v: Tensor  # [B, Hk, L, F], likewise
+    usable: Tensor  # bool [B, Hk, L], keys that may be attended and are finite
+    broken: Tensor  # bool [B, Hk, L], keys that may be attended and are not: later queries are NaN
+    seen: SeenClusters | None  # None in the first stretch
+    listed: ListedKeys | None  # None without routed keys
+    scale: float
+
+
 class WindowScoresCall(NamedTuple):
     """Score the keys of one box per query, on the key grid or beside it."""
 

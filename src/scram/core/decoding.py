@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..engines import dispatch
 from ..options import Auto, Impl
 from ..results import Attended
 from ..settings import Score, Search
 from ..spec.bits import unpacked
-from ..spec.routing import MOST_RAISED
 from ..spec.schedule import TILE_QUERIES
 from ..spec.scoring import accumulator, prepare_key, prepare_query
 from ..spec.stretches import complete_count, fine_features, fine_values, look_back
@@ -44,25 +44,6 @@ class Books(NamedTuple):
     label: Tensor  # int32 [B, Hk, m, S]
     variance: Tensor  # [B, Hk, m, E]
     spreads: Tensor  # [B, Hk, m, C]
-
-
-class Seen(NamedTuple):
-    """What a stretch sees of all clusters."""
-
-    sizes: Tensor  # int32 [B, Hk, m * C]
-    log_sizes: Tensor  # [B, Hk, m * C], -inf for a cluster that is not seen
-    variance: Tensor  # [B, Hk, E]
-    spreads: Tensor  # [B, Hk, m * C]
-    slope: Tensor | None  # [B, Hk, E, F]
-
-
-class Listed(NamedTuple):
-    """The routed keys of a tile."""
-
-    k: Tensor  # [B, H, K, E], 0 for none
-    v: Tensor  # [B, H, K, F]
-    exists: Tensor  # bool [B, H, K]
-    chosen: Tensor  # bool [B, H, m * C], clusters that they are of
 
 
 class Cache:
@@ -191,7 +172,7 @@ class Cache:
             cache.length = length
             return cache
 
-        return files.load_tensors(path, build, "scram.Cache", SAVED, ("allowed",))
+        return files.load_tensors(path, build, "scram.Cache", SAVED)
 
     def __repr__(self) -> str:
         what = str(self.tail) if self._state is None else self._state.describe()
@@ -199,7 +180,7 @@ class Cache:
         return f"Cache({self.length} of {self.positions} positions on grid {self.grid}, {what}{shape})"
 
 
-SAVED = ("q", "k", "v", "centers", "values", "slope", "sizes", "label", "variance", "spreads")
+SAVED = ("q", "k", "v", "usable", "broken", "centers", "values", "slope", "sizes", "label", "variance", "spreads")
 
 
 def _check_new(q: Any, k: Any, v: Any, key_mask: Any) -> None:
@@ -242,22 +223,21 @@ class _State:
         self.count = min(self.tail.count, self.stretch)
         self.back = look_back(cache.grid)
         positions = cache.positions
-        self.k = k.new_zeros(self.batch, self.key_heads, positions, self.width)
-        self.v = v.new_zeros(self.batch, self.key_heads, positions, self.value_width)
-        self.allowed: Tensor | None = None  # bool [B, N]
-        self.q = q[:, :, :0]  # [B, H, n, E], the queries from position `first` on
+        # Zeros for what is not finite or masked; as wide as the engine takes them, so that no position converts them.
+        size = (self.batch, self.key_heads, positions)
+        kept = self.wide if resolved.engine.wide_inputs else None
+        self.k = torch.zeros(*size, self.width, dtype=kept or k.dtype, device=self.device)
+        self.v = torch.zeros(*size, self.value_width, dtype=kept or v.dtype, device=self.device)
+        self.usable = torch.zeros(size, dtype=torch.bool, device=self.device)  # may be attended and are finite
+        self.broken = torch.zeros(size, dtype=torch.bool, device=self.device)  # may be attended and are not
+        self.room = min(positions, 2 * self.stretch + self.back + TILE_QUERIES) if self.complete else 0
+        self.q = q.new_zeros(self.batch, self.heads, self.room, self.width)  # the queries from position `first` on
         self.first = 0
-        size = (self.batch, self.key_heads)
-        self.open_k = torch.zeros(*size, self.stretch, self.width, dtype=self.wide, device=self.device)
-        self.open_v = torch.zeros(*size, self.stretch, self.value_width, dtype=self.wide, device=self.device)
-        self.open_mask = torch.zeros(*size, self.stretch, dtype=torch.bool, device=self.device)
-        self.open_broken = torch.zeros(*size, self.stretch, dtype=torch.bool, device=self.device)
-        self.opened = -1  # the stretch that the four hold
         self.books = self._empty_books()
         self.clustered = 0  # stretches
-        self.seen: Seen | None = None
+        self.seen: calls.SeenClusters | None = None
         self.seen_by = -1  # the stretch that sees it
-        self.listed: Listed | None = None
+        self.listed: calls.ListedKeys | None = None
         self.listed_for = -1  # the first position of their tile
 
     @staticmethod
@@ -327,42 +307,54 @@ class _State:
     # --- positions that come ---
 
     def append(self, length: int, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
+        """Positions from `length` on, one stretch after another."""
         q, k, v = _prepared(q, k, v, self.cache.score)
         end = length + q.shape[2]
-        self.k[:, :, length:end] = k
-        self.v[:, :, length:end] = v
-        if key_mask is not None and self.allowed is None:
-            self.allowed = torch.ones(self.batch, self.cache.positions, dtype=torch.bool, device=self.device)
-        if key_mask is not None and self.allowed is not None:
-            self.allowed[:, length:end] = key_mask
-        self._keep_queries(length, q)
-        while self.clustered < self.complete and (self.clustered + 1) * self.stretch <= end:
+        if self.complete:
+            self._keep_queries(length, q)
+        begin = length
+        while begin < end:
+            stop = min(end, (begin // self.stretch + 1) * self.stretch)
+            some = slice(begin - length, stop - length)
+            mask = None if key_mask is None else key_mask[:, some]
+            self._add(begin, stop, k[:, :, some], v[:, :, some], mask)
+            begin = stop
+
+    def _add(self, begin: int, end: int, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
+        """Positions of one stretch."""
+        fine = fine_features(k) & fine_values(v)  # [B, Hk, n]
+        allowed = torch.ones_like(fine) if key_mask is None else key_mask.unsqueeze(1)
+        usable = fine & allowed
+        self.k[:, :, begin:end] = torch.where(usable.unsqueeze(-1), k, 0)
+        self.v[:, :, begin:end] = torch.where(usable.unsqueeze(-1), v, 0)
+        self.usable[:, :, begin:end] = usable
+        self.broken[:, :, begin:end] = allowed & ~fine
+        if self.clustered < self.complete and end == (self.clustered + 1) * self.stretch:
             self._cluster(self.clustered)
             self.clustered += 1
-        if self.opened >= 0:
-            self._fill(self.opened, max(length, self.opened * self.stretch), end)
 
     def _keep_queries(self, length: int, q: Tensor) -> None:
         """Those of the open stretch, and of as many before the new ones as choose for their tile."""
-        least = min(self.clustered * self.stretch, max(0, length - self.back - TILE_QUERIES))
-        least = max(self.first, least)
-        self.q = torch.cat([self.q[:, :, least - self.first :], q], 2)
-        self.first = least
+        end = length + q.shape[2]
+        if end - self.first > self.q.shape[2]:
+            least = min(self.clustered * self.stretch, max(0, length - self.back - TILE_QUERIES))
+            least = max(self.first, least)
+            kept = self.q[:, :, least - self.first : length - self.first]
+            self.q = q.new_zeros(*q.shape[:2], max(self.room, end - least), self.width)
+            self.q[:, :, : length - least] = kept
+            self.first = least
+        self.q[:, :, length - self.first : end - self.first] = q
 
     def _cluster(self, number: int) -> None:
         some = slice(number * self.stretch, (number + 1) * self.stretch)
         k = self.k[:, :, some]
         v = self.v[:, :, some]
-        mask = fine_features(k) & fine_values(v)  # [B, Hk, S]
-        mask = mask if self.allowed is None else mask & self.allowed[:, None, some]
         q = self.q[:, :, some.start - self.first : some.stop - self.first]
-        engine = self.resolved.engine
-        wide = self.wide if engine.wide_inputs else None
         call = calls.ClusterCall(
-            q=torch.where(fine_features(q).unsqueeze(-1), q, 0).to(wide or self.v.dtype),
-            k=k.to(wide or self.v.dtype),
-            v=v.to(wide),
-            key_mask=mask,
+            q=torch.where(fine_features(q).unsqueeze(-1), q, 0).to(self.v.dtype),
+            k=k.to(self.v.dtype),
+            v=v,
+            key_mask=self.usable[:, :, some],
             warm_centers=None,
             warm_values=None,
             seed=self._seed(),
@@ -371,7 +363,7 @@ class _State:
             steps=self.tail.steps,
             scale=self.resolved.scale,
         )
-        found = ops.cluster(engine, call)
+        found = ops.cluster(self.resolved.engine, call)
         for name, x in self.books._asdict().items():
             x[:, :, number] = getattr(found, name)
 
@@ -379,81 +371,62 @@ class _State:
         assert self.tail.seed_tensor is not None
         return self.tail.seed_tensor
 
-    def _fill(self, number: int, begin: int, end: int) -> None:
-        """Positions begin .. end - 1 of the stretch that is open."""
-        first = number * self.stretch
-        end = min(end, first + self.stretch)
-        if begin >= end:
-            return
-        k, v = (x[:, :, begin:end] for x in (self.k, self.v))
-        allowed = torch.ones(self.batch, 1, end - begin, dtype=torch.bool, device=self.device)
-        if self.allowed is not None:
-            allowed = self.allowed[:, None, begin:end]
-        fine = fine_features(k) & fine_values(v)  # [B, Hk, n]
-        at = slice(begin - first, end - first)
-        self.open_k[:, :, at] = torch.where((fine & allowed).unsqueeze(-1), k, 0).to(self.wide)
-        self.open_v[:, :, at] = torch.where((fine & allowed).unsqueeze(-1), v, 0).to(self.wide)
-        self.open_mask[:, :, at] = allowed
-        self.open_broken[:, :, at] = allowed & ~fine
-
     # --- positions that attend ---
 
-    def open(self, number: int, length: int) -> None:
-        """Hold the keys of a stretch, of `length` positions in all."""
-        if self.opened != number:
-            self.opened = number
-            self._fill(number, number * self.stretch, length)
-
-    def see(self, number: int) -> Seen:
+    def see(self, number: int) -> calls.SeenClusters:
         """What the queries of a stretch see of the clusters."""
         if self.seen is None or self.seen_by != number:
             books = self.books
             slope = books.slope if self.tail.first_order else None
             prefixes = Prefixes.of(books.sizes, books.variance, books.spreads, slope)
-            sizes = prefixes.sizes[:, :, number]
-            self.seen = Seen(
-                sizes=sizes,
-                log_sizes=sizes.to(self.wide).log(),
-                variance=prefixes.variance[:, :, number],
-                spreads=prefixes.spreads[:, :, number],
-                slope=None if prefixes.slope is None else prefixes.slope[:, :, number],
+            count = number * self.count
+            raises = self.tail.raises_weights(self.cache.score)
+            self.seen = calls.SeenClusters(
+                centers=books.centers.flatten(2, 3)[:, :, :count],
+                values=books.values.flatten(2, 3)[:, :, :count],
+                log_sizes=prefixes.sizes[:, :, number, :count].to(self.wide).log(),
+                variance=prefixes.variance[:, :, number].contiguous(),
+                spreads=prefixes.spreads[:, :, number, :count].contiguous() if raises else None,
+                slope=None if prefixes.slope is None else prefixes.slope[:, :, number].contiguous(),
             )
+            self.sizes = prefixes.sizes[:, :, number, :count]
+            self.spreads = prefixes.spreads[:, :, number, :count]
             self.seen_by = number
         return self.seen
 
-    def listed_at(self, tile: int, q: Tensor, length: int) -> Listed | None:
-        """The routed keys of the tile that begins at a position; q [B, H, n, E] are the newest queries."""
-        if not self.tail.keys or not self.complete:
+    def listed_at(self, tile: int) -> calls.ListedKeys | None:
+        """The routed keys of the tile that begins at a position."""
+        if not self.tail.keys:
             return None
         if self.listed is None or self.listed_for != tile:
-            self.listed = self._list(tile, q, length)
+            self.listed = self._list(tile)
             self.listed_for = tile
         return self.listed
 
-    def _list(self, tile: int, q: Tensor, length: int) -> Listed:
-        seen = self.see(tile // self.stretch)
-        choosing = q.new_zeros(self.batch, self.heads, TILE_QUERIES, self.width)
+    def _list(self, tile: int) -> calls.ListedKeys:
+        number = tile // self.stretch
+        seen = self.see(number)
+        choosing = self.q.new_zeros(self.batch, self.heads, TILE_QUERIES, self.width)
         begin = tile - self.back
         if begin + TILE_QUERIES > 0:
             skipped = max(0, -begin)
             known = self.q[:, :, max(begin, 0) - self.first : begin + TILE_QUERIES - self.first]
             choosing[:, :, skipped:] = torch.where(fine_features(known).unsqueeze(-1), known, 0)
-        wide = self.resolved.engine.wide_inputs
-        centers = self.books.centers.flatten(2, 3).to(self.wide)
         call = calls.RouteCall(
-            q=choosing.to(self.wide if wide else self.v.dtype),
-            centers=centers,
-            sizes=seen.sizes,
+            q=choosing.to(self.v.dtype),
+            centers=seen.centers.to(self.wide),
+            sizes=self.sizes,
             variance=seen.variance,
-            spreads=seen.spreads,
+            spreads=self.spreads,
             keys=self.tail.keys,
             scale=self.resolved.scale,
         )
         bits = ops.route(self.resolved.engine, call).routes[:, :, 0]  # [B, H, W]
-        chosen = unpacked(bits, seen.sizes.shape[-1])  # [B, H, m * C]
+        chosen = unpacked(bits, self.sizes.shape[-1])  # [B, H, C]
         group = self.heads // self.key_heads
-        keys = self.complete * self.stretch
-        label = global_label(self.books.label, self.count, keys).long().repeat_interleave(group, 1)  # [B, H, m * S]
+        keys = number * self.stretch
+        label = global_label(self.books.label[:, :, :number], self.count, keys).long()
+        label = label.repeat_interleave(group, 1)  # [B, H, M], of the keys before the stretch
         counts = (label >= 0) & chosen.gather(2, label.clamp(min=0))
         most = min(self.tail.keys, keys)
         slot = torch.where(counts, counts.cumsum(2) - 1, most).clamp(max=most)
@@ -464,8 +437,8 @@ class _State:
         row = torch.arange(self.heads, device=key.device)[:, None] // group
         batch = torch.arange(self.batch, device=key.device)[:, None, None]
         at = (batch, row, key.clamp(min=0))
-        k, v = (torch.where(exists.unsqueeze(-1), x[at], 0).to(self.wide) for x in (self.k, self.v))
-        return Listed(k, v, exists, chosen)
+        k, v = (torch.where(exists.unsqueeze(-1), x[at], 0) for x in (self.k, self.v))
+        return calls.ListedKeys(k, v, exists, chosen)
 
     # --- what is written and read ---
 
@@ -482,23 +455,33 @@ class _State:
         }
 
     def tensors(self, length: int) -> dict[str, Tensor]:
-        tensors = {"q": self.q, "k": self.k[:, :, :length], "v": self.v[:, :, :length], **self.books._asdict()}
-        if self.allowed is not None:
-            tensors["allowed"] = self.allowed[:, :length]
-        return tensors
+        return {
+            "q": self.q[:, :, : length - self.first] if self.complete else self.q,
+            "k": self.k[:, :, :length].to(self.dtypes[1]),
+            "v": self.v[:, :, :length].to(self.dtypes[2]),
+            "usable": self.usable[:, :, :length],
+            "broken": self.broken[:, :, :length],
+            **self.books._asdict(),
+        }
 
     @staticmethod
     def read(cache: Cache, tensors: dict[str, Tensor], length: int, settings: dict[str, Any]) -> _State:
         q, k, v = (tensors[name] for name in "qkv")
-        _check_new(k, k, v, tensors.get("allowed"))
+        _check_new(k, k, v, None)
         if q.ndim != 4 or k.shape[2] != length or length > cache.positions:
             raise ValueError(f"q, k and v must be [B, H, n, width] of {length} positions, got {tuple(k.shape)}")
+        if any(
+            tensors[name].shape != k.shape[:3] or tensors[name].dtype != torch.bool for name in ("usable", "broken")
+        ):
+            raise ValueError(f"usable and broken must be bool [B, Hk, n] = {tuple(k.shape[:3])}")
         # What runs follows from the shapes before features were prepared for the score.
         width = k.shape[-1] - (2 if cache.score == "l2" else 0)
         before = (x.new_zeros(*x.shape[:2], 1, size) for x, size in ((q, width), (k, width), (v, v.shape[-1])))
         state = _State.of(cache, *before)
         first = checks.whole("first", settings["first"], 0)
-        if first + q.shape[2] != length or q.shape[:2] != (k.shape[0], state.heads) or q.shape[-1] != k.shape[-1]:
+        held = length - first if state.complete else 0
+        wrong = held < 0 or q.shape[2] != held
+        if wrong or q.shape[:2] != (k.shape[0], state.heads) or q.shape[-1] != k.shape[-1]:
             raise ValueError(f"q must hold the positions from {first} to {length}, got {tuple(q.shape)}")
         clustered = checks.whole("clustered", settings["clustered"], 0)
         if clustered != min(length // state.stretch, state.complete):
@@ -507,14 +490,11 @@ class _State:
         return state
 
     def _take(self, tensors: dict[str, Tensor], length: int, first: int, clustered: int) -> None:
-        self.k[:, :, :length] = tensors["k"]
-        self.v[:, :, :length] = tensors["v"]
-        self.q = tensors["q"]
+        for name in ("k", "v", "usable", "broken"):
+            getattr(self, name)[:, :, :length] = tensors[name]
         self.first = first
+        self._keep_queries(first, tensors["q"])
         self.clustered = clustered
-        if "allowed" in tensors:
-            self.allowed = torch.ones(self.batch, self.cache.positions, dtype=torch.bool, device=self.device)
-            self.allowed[:, :length] = tensors["allowed"]
         for name, x in self.books._asdict().items():
             if tensors[name].shape != x.shape or tensors[name].dtype != x.dtype:
                 raise ValueError(f"{name} must be {x.dtype} {tuple(x.shape)}, got {tuple(tensors[name].shape)}")
@@ -558,74 +538,27 @@ def decode(cache: Cache, q: Tensor) -> Attended:
         tile = begin // TILE_QUERIES * TILE_QUERIES
         end = min(tile + TILE_QUERIES, cache.length)
         some = q[:, :, begin - cache.length + count : end - cache.length + count]
-        out, lse = _attend(state, some, begin, cache.length)
+        out, lse = _attend(state, some, begin, end)
         outs.append(out)
         sums.append(lse)
         begin = end
     return Attended(torch.cat(outs, 2), torch.cat(sums, 2))
 
 
-def _attend(state: _State, q: Tensor, begin: int, length: int) -> Attended:
-    """Of queries [B, H, n, E] of one tile, the first of which is at position `begin`."""
+def _attend(state: _State, q: Tensor, begin: int, end: int) -> Attended:
+    """Of queries [B, H, n, E] of one tile, at positions begin .. end - 1."""
     number = begin // state.stretch
-    state.open(number, length)
-    tile = begin // TILE_QUERIES * TILE_QUERIES
-    place = begin - number * state.stretch
-    count = q.shape[2]
-    last = place + count
-    group = state.heads // state.key_heads
-    whole = fine_features(q)  # [B, H, n]
-    wide_q = torch.where(whole.unsqueeze(-1), q, 0).to(state.wide) * state.resolved.scale  # [B, H, n, E]
-    by_key = wide_q.reshape(state.batch, state.key_heads, group * count, state.width)  # [B, Hk, g * n, E]
-
-    def by_head(x: Tensor) -> Tensor:
-        """[B, Hk, g * n, ..] -> [B, H, n, ..]"""
-        return x.reshape(state.batch, state.heads, count, x.shape[-1])
-
-    own = by_head(by_key @ state.open_k[:, :, :last].mT)  # [B, H, n, L]
-    at = torch.arange(last, device=q.device)
-    hidden = ~state.open_mask[:, :, :last].repeat_interleave(group, 1).unsqueeze(2)  # [B, H, 1, L]
-    if count > 1:
-        hidden = hidden | (at > at[place:].unsqueeze(1))
-    scores = [own.masked_fill(hidden, -torch.inf)]
+    some = slice(number * state.stretch, end)
     seen = state.see(number) if state.complete and number else None
-    listed = None if seen is None else state.listed_at(tile, q, length)
-    if listed is not None:
-        each = wide_q @ listed.k.mT  # [B, H, n, K]
-        scores.append(each.masked_fill(~listed.exists.unsqueeze(2), -torch.inf))
-    spread = None
-    if seen is not None:
-        centers = state.books.centers.flatten(2, 3).to(state.wide)
-        spread = by_key.square() @ seen.variance.unsqueeze(-1)  # [B, Hk, g * n, 1]
-        each = by_key @ centers.mT + seen.log_sizes.unsqueeze(2)  # [B, Hk, g * n, m * C]
-        if state.tail.raises_weights(state.cache.score):
-            each = each + (spread * seen.spreads.unsqueeze(2)).clamp(max=MOST_RAISED) / 2
-        each = by_head(each)
-        if listed is not None:
-            each = each.masked_fill(listed.chosen.unsqueeze(2), -torch.inf)
-        scores.append(each)
-    every = torch.cat(scores, -1)
-    top = every.amax(-1, keepdim=True)
-    top = torch.where(top == -torch.inf, 0, top)
-    p = (every - top).exp()
-    total = p.sum(-1, keepdim=True)
-    lse = torch.where(total > 0, total.log() + top, -torch.inf).squeeze(-1)
-    p = p / torch.where(total > 0, total, 1)
-
-    def mixed(p: Tensor, values: Tensor) -> Tensor:
-        """Weights [B, H, n, L] and values [B, Hk, L, F] -> [B, H, n, F]."""
-        return by_head(p.reshape(state.batch, state.key_heads, group * count, p.shape[-1]) @ values)
-
-    out = mixed(p[..., :last], state.open_v[:, :, :last])
-    if listed is not None:
-        out = out + p[..., last : last + listed.k.shape[2]] @ listed.v
-    if seen is not None and spread is not None:
-        share = p[..., -seen.sizes.shape[-1] :]
-        out = out + mixed(share, state.books.values.flatten(2, 3).to(state.wide))
-        if seen.slope is not None:
-            first = by_head(by_key @ seen.slope / (1 + spread))  # [B, H, n, F]
-            out = out + share.sum(-1, keepdim=True) * first
-    broken = state.open_broken[:, :, :last].cumsum(2)[:, :, place:] > 0  # [B, Hk, n]
-    broken = broken.repeat_interleave(group, 1) | ~whole
-    out = torch.where(broken.unsqueeze(-1), torch.nan, out)
-    return Attended(out.to(state.v.dtype), torch.where(broken, torch.nan, lse))
+    call = calls.DecodeCall(
+        q=q,
+        k=state.k[:, :, some],
+        v=state.v[:, :, some],
+        usable=state.usable[:, :, some],
+        broken=state.broken[:, :, some],
+        seen=seen,
+        listed=None if seen is None else state.listed_at(begin // TILE_QUERIES * TILE_QUERIES),
+        scale=state.resolved.scale,
+    )
+    out, lse = dispatch.engine(state.resolved.engine.name).decode(call)
+    return Attended(out.to(state.dtypes[2]), lse)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..options import Weight
 from ..results import Attended
@@ -16,6 +18,8 @@ from . import checks
 from .exact import exact_attention, merge
 from .ops import bypasses_dispatcher
 
+# What hides a score whatever its size: cuDNN's kernel adds a finite number to those that a mask hides.
+MASKED_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 FUSED_STEP = 8  # a multiple of which the widths are that CUDA's fused kernels take
 
 
@@ -93,6 +97,7 @@ def dense_attention(
         read = mask.reshape(k.shape[0], groups, heads // groups, flat[1].shape[2]).any(2)
         flat[1:] = (torch.where(read.unsqueeze(-1), x, 0) for x in flat[1:])
     spoiled = None
+    backends: AbstractContextManager[None] = nullcontext()
     if causal:
         flat[1], flat[2], spoiled = in_order(flat[0], flat[1], flat[2], mask)
     if causal and (mask is not None or extra is not None or queries is not None):
@@ -100,6 +105,8 @@ def dense_attention(
         below = keys <= (keys if queries is None else queries).reshape(1, 1, -1, 1)  # [1, 1, N, M]
         mask = below if mask is None else mask & below
         causal = False
+        if q.is_cuda:
+            backends = sdpa_kernel(MASKED_BACKENDS)
     if extra is not None:
         flat[1], flat[2] = (torch.cat([x, more], 2) for x, more in zip(flat[1:], extra, strict=True))
         if extra_mask is not None:
@@ -113,7 +120,8 @@ def dense_attention(
     if score != "dot":
         flat[:2] = prepare_query(flat[0], score).to(v.dtype), prepare_key(flat[1], score).to(v.dtype)
     factor = default_scale(scale, q.shape[-1], score, "softmax")
-    out = fused_attention(*flat, mask=mask, dropout_p=dropout_p, causal=causal, scale=factor)
+    with backends:
+        out = fused_attention(*flat, mask=mask, dropout_p=dropout_p, causal=causal, scale=factor)
     if mask is not None:
         out = torch.where(mask.any(-1, keepdim=True), out, 0)
     if spoiled is not None:

@@ -15,6 +15,7 @@ import torch
 
 from support.cases import Case, gradients, make_tensors, run_attend, run_search
 from support.cluster_calls import cluster_call
+from support.decode_calls import Decoded, decode_call
 from support.earlier_calls import Earlier, earlier_call
 from support.estimates import CELLS, HYBRID, SNIS, WALKS, Estimated, run_estimate, tensors_of
 from support.routed_calls import ALL, Parts, attend_call, route_call, start_call, tail_call
@@ -34,6 +35,7 @@ from scram.engines.gpu.engine import (  # noqa: E402
     cluster_backward,
     cluster_tail,
     cluster_tail_backward,
+    decode,
     earlier,
     earlier_backward,
     route,
@@ -553,3 +555,27 @@ def test_attention_over_earlier_keys_compiles(one, architecture, monkeypatch):
     out, lse = earlier(call)
     earlier_backward(call, out, lse, out, lse)
     assert set(compiled) == {"earlier_kernel", "earlier_queries_kernel", "earlier_keys_kernel"}
+
+
+@pytest.mark.parametrize(
+    ("one", "architecture"),
+    [
+        (Decoded("bfloat16", width=64, value_width=64, dtype=torch.bfloat16), 90),
+        (Decoded("books of 16 bits", width=64, value_width=64, half_books=True, dtype=torch.bfloat16), 90),
+        (Decoded("float16, a tile", queries=64, keys=200, heads=4, key_heads=2, dtype=torch.float16), 80),
+        (Decoded("the first stretch", clusters=0, routed=0), 90),
+        (Decoded("clusters alone", routed=0, plain=True), 80),
+        (Decoded("float32"), 90),
+    ],
+    ids=str,
+)
+def test_attention_over_a_cache_compiles(one, architecture, monkeypatch):
+    compiled = []
+
+    def compile_only(self, *arguments):
+        compiled.append(self.kernel.fn.__name__)
+        _compile(self.kernel, arguments, self.flags, architecture)
+
+    monkeypatch.setattr(launch.Kernel, "__call__", compile_only)
+    decode(decode_call(one))
+    assert compiled == ["share_kernel", "join_kernel"]

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...results import Attended
-from ...spec.clustering import order_of
 from ...spec.grid import grid_of
 from ...spec.scoring import accumulator
 from ...spec.stretches import (
@@ -54,6 +53,8 @@ def cluster(inputs: Inputs, call: calls.ClusterCall, stretch: int) -> calls.Clus
     mask = _by_head(call.key_mask, call.k)
     mask = fine if mask is None else fine & mask[:, :, : number * stretch]
     rows = row_numbers(call.rows, q.shape[0], q.shape[1], q.device).reshape(q.shape[0], heads, 1, -1)
+    # A key without a label is still read: nothing of it may be left in what is summed.
+    k, v = (torch.where(mask.unsqueeze(-1), x, 0) for x in (k, v))
     folded = call._replace(
         q=cut(torch.where(fine_features(q).unsqueeze(-1), q, 0), stretch, heads),
         k=cut(k, stretch, heads),
@@ -189,10 +190,30 @@ def visible(book: Codebook, heads: int, positions: int) -> Codebook:
         spreads=seen.spreads.flatten(1, 2),
         slope=None if seen.slope is None else seen.slope.flatten(1, 2),
         label=for_each(label),
-        order=for_each(order_of(label)) if book.keys else None,
+        order=for_each(_global_order(book, by_stretch(book.sizes), positions)) if book.keys else None,
         key_mask=None,
         grid=None,
     )
+
+
+def _global_order(book: Codebook, sizes: Tensor, positions: int) -> Tensor:
+    """`order_of` the labels of all m * C clusters, int32 [B, Hc, N], from the orders of the stretches."""
+    order = book.ordered().order
+    assert order is not None
+    batch, heads, complete, _ = sizes.shape
+    stretch = order.shape[2]
+    device = order.device
+    order = order.reshape(batch, heads, complete, stretch)
+    before = torch.arange(complete, device=device, dtype=torch.int32).unsqueeze(1) * stretch  # [m, 1]
+    place = torch.arange(stretch, device=device, dtype=torch.int32)
+    number = sizes.sum(-1, dtype=torch.int32)  # [B, Hc, m], keys with a label
+    first = (number.cumsum(-1, dtype=torch.int32) - number).unsqueeze(-1)
+    total = number.sum(-1, keepdim=True, dtype=torch.int32).unsqueeze(-1)  # [B, Hc, 1, 1]
+    # Those with a label come first, stretch by stretch; then the others.
+    labelled = place < number.unsqueeze(-1)  # [B, Hc, m, S]
+    to = torch.where(labelled, first + place, total + before - first + place - number.unsqueeze(-1))
+    every = torch.arange(positions, device=device, dtype=torch.int32).repeat(batch, heads, 1)
+    return every.scatter(2, to.flatten(2).long(), (order + before).flatten(2))
 
 
 def global_label(label: Tensor, count: int, positions: int) -> Tensor:

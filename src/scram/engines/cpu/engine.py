@@ -6,6 +6,7 @@ from .cluster import cluster
 from .cluster_backward import cluster_backward
 from .cluster_tail import cluster_tail
 from .cluster_tail_backward import cluster_tail_backward
+from .decode import decode
 from .drawn_tail import drawn_tail, drawn_tail_backward
 from .earlier import earlier, earlier_backward
 from .route import route, routed_start
@@ -20,6 +21,7 @@ __all__ = [
     "cluster_backward",
     "cluster_tail",
     "cluster_tail_backward",
+    "decode",
     "drawn_tail",
     "drawn_tail_backward",
     "earlier",

@@ -7,6 +7,7 @@ from .cluster.backward import cluster_backward as cluster_backward
 from .cluster.forward import cluster as cluster
 from .cluster_tail.backward import cluster_tail_backward as cluster_tail_backward
 from .cluster_tail.forward import cluster_tail as cluster_tail
+from .decode import decode as decode
 from .drawn_tail.backward import drawn_tail_backward as drawn_tail_backward
 from .drawn_tail.forward import drawn_tail as drawn_tail
 from .earlier.backward import earlier_backward as earlier_backward

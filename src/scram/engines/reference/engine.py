@@ -7,6 +7,7 @@ from ...spec.clustering import cluster
 from ...spec.routing import route, routed_start
 from .attend import attend as attend
 from .cluster_tail import cluster_tail
+from .decode import decode
 from .drawn_tail import drawn_tail
 from .earlier import earlier
 from .sample import sample
@@ -19,6 +20,7 @@ __all__ = [
     "clear_caches",
     "cluster",
     "cluster_tail",
+    "decode",
     "drawn_tail",
     "earlier",
     "route",

@@ -81,6 +81,7 @@ from .table import (
     tail_queries,
     tiles_at_a_time,
     tiles_of,
+    used_of,
 )
 
 # Of programs that share the tiles in the gradients of clusters and slope: a few for every processor of a large device.
@@ -304,7 +305,7 @@ def query_sums(
     POWER: tl.constexpr = "exp2" if CONFIG.NARROW else "powers"
     zero = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
     sums = Sums(zero, zero, zero, zero, zero, zero_pieces(B.BLOCK_Q, E), zero_pieces(B.BLOCK_Q, E))
-    for start in range(0, inputs.table.padded, CONFIG.BLOCK_C):
+    for start in range(0, used_of(inputs.table, queries.source), CONFIG.BLOCK_C):
         at, s, share, dp, r = center_gradients(
             start, q_block, grad_out, spread, first, queries, inputs, CONFIG, B, E, F
         )
@@ -483,7 +484,9 @@ def tail_clusters_kernel(
     continued = (at < count) & (at * 0 + begin > key_row * tiles)  # [BC]
     dk_acc = load_pieces(dk, slot, continued, E)  # [BC, E]
     dv_acc = load_pieces(dv, slot, continued, F)  # [BC, F]
-    for tile in range(begin + split, tl.minimum((key_row + 1) * tiles, last), splits):
+    used = start < used_of(inputs.table, key_row)
+    end = tl.where(used, tl.minimum((key_row + 1) * tiles, last), begin)
+    for tile in range(begin + split, end, splits):
         queries = tail_queries(tile, inputs, CONFIG, B)
         q_block = load_queries(inputs.q, queries, E)  # [BQ, E]
         grad_out = load_queries(above.grad_out, queries, F)  # [BQ, F]

@@ -32,6 +32,7 @@ from .table import (
     slope_factor,
     tail_flags,
     tail_queries,
+    used_of,
 )
 
 NO_WEIGHT = tl.constexpr(1e-20)  # of clusters, beside weights of up to 1: what is less counts as this
@@ -117,8 +118,9 @@ def cluster_tail_kernel(inputs, result, CONFIG: tl.constexpr, B: tl.constexpr, E
     zero = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
     acc = tl.zeros([B.BLOCK_Q, F.BLOCK], tl.float32)  # [BQ, F]
     state = Running(tl.full([B.BLOCK_Q], LOWEST, tl.float32), zero, zero, acc)
-    tl.assume(inputs.table.padded > 0)  # or ptxas has every product wait for the one before
-    for start in range(0, inputs.table.padded, CONFIG.BLOCK_C):
+    used = used_of(inputs.table, queries.source)
+    tl.assume(used > 0)  # or ptxas has every product wait for the one before
+    for start in range(0, used, CONFIG.BLOCK_C):
         at, s, share = cluster_scores(start, q_block, spread, queries, inputs, CONFIG, B, E)
         running_max, rescale, p = running_step(state, s, share, CONFIG)
         running_sum = state.running_sum * rescale + tl.sum(p, 1)

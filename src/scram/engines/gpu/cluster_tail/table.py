@@ -60,6 +60,7 @@ COUNT_BYTES = 24 << 20  # of counts at most that are kept at a time
 NARROW_WIDTHS = 128  # features and values together, at most, that have blocks of their own
 MOST_WORDS = 16  # of counts that a program makes
 TABLE_BLOCK = 64  # the table is a whole number of these; no kernel reads more clusters at a time
+TABLE_BLOCK_SIZE = tl.constexpr(TABLE_BLOCK)
 RAISED = tl.constexpr(MOST_RAISED)
 
 
@@ -74,6 +75,9 @@ class Table(NamedTuple):
     sizes: Tensor  # float32 [rows, padded]
     shares: Tensor  # float32 [rows, padded], 1 / size
     spreads: Tensor | None  # float32 [rows, padded]
+    used: (
+        Tensor  # int32 [rows], behind the last block with a cluster that has keys: in causal order there are many more
+    )
     count: int  # clusters of a row
     padded: int  # at least one block
 
@@ -329,6 +333,7 @@ def table_of(
         sizes=sizes_here,
         shares=shares,
         spreads=None if spreads is None else spreads_here,
+        used=torch.zeros(rows, dtype=torch.int32, device=centers.device),
         count=count,
         padded=padded,
     )
@@ -349,6 +354,12 @@ def _table(programs: int, features: Width, values: Width, given: tuple[Any, ...]
 def _counts(programs: int, config: TailConfig, block: Block, words: int, given: tuple[Any, ...]) -> Kernel:
     flags = {"CONFIG": config, "WORDS": words, "B": block, "num_warps": 2, "enable_fp_fusion": True}
     return Kernel(counts_kernel, programs, flags)
+
+
+@triton.jit
+def used_of(table, source):
+    """How many clusters of a row are looked at, whole blocks of them: at least one, so that loops need not ask."""
+    return tl.maximum(tl.load(table.used + source), TABLE_BLOCK_SIZE)
 
 
 @triton.jit
@@ -395,6 +406,8 @@ def table_kernel(
         size = tl.load(sizes + start + at, mask=exists, other=0).to(tl.float32)  # [BC]
         log = tl.where(ok, tl.log(tl.maximum(size, 1.0)) * unit, float("nan"))  # [BC]
         tl.store(table.logs + slot, tl.where(size > 0, log, -float("inf")))
+        if tl.max(size, 0) > 0:
+            tl.atomic_max(table.used + row, (block + 1) * BLOCK_C, sem="relaxed")
         tl.store(table.sizes + slot, size)
         tl.store(table.shares + slot, tl.where(size > 0, 1 / tl.maximum(size, 1.0), 0.0))
         if spreads is not None:

@@ -17,7 +17,7 @@ from ....core.calls import RouteCall, Routed
 from ....spec.grid import grid_of
 from ....spec.routing import EVEN, MOST_SPREAD
 from ....spec.schedule import TILE_QUERIES
-from ..cluster_tail.table import BLOCK_BYTES, TABLE_BLOCK, Table, load_table, table_of
+from ..cluster_tail.table import BLOCK_BYTES, TABLE_BLOCK, Table, load_table, table_of, used_of
 from ..primitives import (
     LOG2E,
     LOWEST,
@@ -165,9 +165,10 @@ def importance_kernel(inputs, importance, all_lse, CONFIG: tl.constexpr, B: tl.c
         scale = inputs.scale * LOG2E
     lane = tl.arange(0, CONFIG.BLOCK_C)  # [BC]
 
+    used = used_of(table, source)
     running_max = tl.full([B.BLOCK_Q], LOWEST, tl.float32)  # [BQ]
     running_sum = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
-    for start in range(0, table.padded, CONFIG.BLOCK_C):
+    for start in range(0, used, CONFIG.BLOCK_C):
         slot = source * table.padded + start + lane  # [BC]
         s = tl.zeros([B.BLOCK_Q, CONFIG.BLOCK_C], tl.float32)  # [BQ, BC]
         for n in tl.static_range(len(q_block)):
@@ -183,7 +184,7 @@ def importance_kernel(inputs, importance, all_lse, CONFIG: tl.constexpr, B: tl.c
     tl.store(all_lse + point, tl.where(counts, natural, -float("inf")), mask=exists)
     lse = tl.where(counts, lse, float("inf"))[None, :]  # [1, BQ]
 
-    for start in range(0, table.padded, CONFIG.BLOCK_C):
+    for start in range(0, used, CONFIG.BLOCK_C):
         slot = source * table.padded + start + lane  # [BC]
         s = tl.zeros([CONFIG.BLOCK_C, B.BLOCK_Q], tl.float32)  # [BC, BQ]
         for n in tl.static_range(len(q_block)):

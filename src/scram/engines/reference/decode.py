@@ -1,0 +1,11 @@
+"""Attention of the newest positions over a cache, in plain torch."""
+
+from __future__ import annotations
+
+from ...core.calls import DecodeCall
+from ...results import Attended
+from ...spec import decode as spec
+
+
+def decode(call: DecodeCall) -> Attended:
+    return Attended(*spec.decode(call))
