@@ -13,7 +13,7 @@ from store import RESULTS
 
 from . import __doc__ as about
 from .attentions import NAMES
-from .data import Set, load, made_up, noise_only, prepare
+from .data import TESTS, Set, load, made_up, noise_only, prepare
 from .loop import Run, stored
 from .plans import QUESTIONS
 from .profile import profile
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    prepare(options.cifar, options.mnist, options.folder)
+    prepare(options.cifar, options.mnist, options.folder, options.train, options.test)
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -107,6 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("prepare", help="pack CIFAR-10 and MNIST")
     for name in ("cifar", "mnist", "folder"):
         one.add_argument(name, type=Path)
+    one.add_argument("--train", type=int, help="pictures of each set; all without it")
+    one.add_argument("--test", type=int, default=TESTS)
     one.set_defaults(run=_prepare)
     one = commands.add_parser("train", parents=[common], help="one run")
     one.add_argument("task")

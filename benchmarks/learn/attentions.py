@@ -25,8 +25,9 @@ SEARCHING: dict[str, dict[str, Any]] = {
     "32 clusters": {"search": scram.Search(), "tail": scram.Clusters(count=32)},  # for few keys
     "32 clusters, fixed seed": {"search": scram.Search(seed=0), "tail": scram.Clusters(count=32, seed=0)},
     "32 clusters, few sweeps": {"search": FEW, "tail": scram.Clusters(count=32)},
-    "causal clusters": {"search": None, "tail": scram.Clusters(count=32, keys=256)},  # stretches of an eighth
-    "causal clusters, few": {"search": None, "tail": scram.Clusters(count=8, keys=64)},  # for few keys
+    # Stretches of an eighth; a seed, so that decoding has the clusters of the whole call.
+    "causal clusters": {"search": None, "tail": scram.Clusters(count=64, keys=512, seed=0)},  # the default's
+    "causal clusters, few": {"search": None, "tail": scram.Clusters(count=16, keys=128, seed=0)},  # for few keys
     "dense": {"search": None},
     "dense, dropout": {"search": None, "dropout": 0.1},
 }

@@ -15,6 +15,7 @@ from torch import Tensor
 from train import differences, sums
 
 BITS = 5  # of each color of CIFAR-10 that are kept
+TESTS = 10_000  # pictures of each set that are not trained on
 
 
 @dataclass(frozen=True)
@@ -53,18 +54,21 @@ class Set:
         return Set(moved(self.x), self.y, moved(self.test_x), self.test_y)
 
 
-def prepare(cifar: Path, mnist: Path, folder: Path) -> None:
-    """Pack both sets: all of MNIST, and all of CIFAR-10 with the high bits of each color."""
+def prepare(cifar: Path, mnist: Path, folder: Path, train: int | None = None, test: int = TESTS) -> None:
+    """Pack both sets, CIFAR-10 with the high bits of each color: all of them, or so many pictures of each part."""
     from PIL import Image
 
     Image.MAX_IMAGE_PIXELS = None
     names = [f"data_batch_{n}.png" for n in range(1, 6)] + ["test_batch.png"]
     pictures = np.concatenate([np.asarray(Image.open(cifar / name)).reshape(-1, 32, 32, 3) for name in names])
     labels = [json.loads((cifar / f"{name}_lables.json").read_text()) for name in ("train", "test")]
-    packed = {"cifar_x": differences(pictures >> (8 - BITS)), "cifar_y": np.concatenate(labels).astype(np.uint8)}
+    packed = {"cifar_x": pictures >> (8 - BITS), "cifar_y": np.concatenate(labels).astype(np.uint8)}
     parts = ("train", "t10k")
     packed["mnist_x"] = np.concatenate([_idx(mnist / f"{part}-images-idx3-ubyte") for part in parts])
     packed["mnist_y"] = np.concatenate([_idx(mnist / f"{part}-labels-idx1-ubyte") for part in parts])
+    packed = {name: np.concatenate([x[:-TESTS][:train], x[-TESTS:][:test]]) for name, x in packed.items()}
+    packed["cifar_x"] = differences(packed["cifar_x"])
+    packed["tests"] = np.array([test], np.int64)
     folder.mkdir(parents=True, exist_ok=True)
     for name, x in packed.items():
         (folder / f"{name}.bz2").write_bytes(bz2.compress(x.tobytes()))
@@ -82,7 +86,8 @@ def load(folder: Path) -> dict[str, Set]:
     raw = {file.stem: _unpacked(file) for file in sorted(folder.glob("*.bz2"))}
     cifar = sums(raw["cifar_x"].reshape(3, -1, 32, 32)) << (8 - BITS)
     mnist = raw["mnist_x"].reshape(-1, 28, 28, 1)
-    return {"cifar": _split(cifar, raw["cifar_y"], 10_000), "mnist": _split(mnist, raw["mnist_y"], 10_000)}
+    test = int(raw["tests"].view(np.int64)[0]) if "tests" in raw else TESTS
+    return {"cifar": _split(cifar, raw["cifar_y"], test), "mnist": _split(mnist, raw["mnist_y"], test)}
 
 
 def _unpacked(file: Path) -> np.ndarray:

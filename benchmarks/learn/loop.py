@@ -103,7 +103,10 @@ def train(
         state.load(checkpoint)
     if device.type == "cuda":
         seeds_on_device(model)
-        call = Captured(task, model, *batch_of(task, run.seed, 0))
+        try:
+            call = Captured(task, model, *batch_of(task, run.seed, 0))
+        except Exception as error:
+            print(f"{run.name}: no graph, plain calls: {error}", flush=True)
     times: list[float] = []
     saved = since = time.perf_counter()
     while state.step < task.steps:
@@ -162,6 +165,7 @@ def store(folder: Path, run: Run, task: Task, row: dict[str, Any], measured: str
     shape = {name: getattr(task, name) for name in ("width", "heads", "depth", "batch", "steps", "rate", "size")}
     with (folder / "learn.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        curve = row.pop("curve")
-        Store("learn_curves", folder).put(run.name, measured, curve=[[step, round(x, 5)] for step, x in curve])
-        Store("learn", folder).put(run.name, measured, **asdict(run), **shape, **row, jobs=jobs)
+        curve = [[step, round(x, 5)] for step, x in row["curve"]]
+        Store("learn_curves", folder).put(run.name, measured, curve=curve)
+        told = {name: x for name, x in row.items() if name != "curve"}
+        Store("learn", folder).put(run.name, measured, **asdict(run), **shape, **told, jobs=jobs)

@@ -55,11 +55,15 @@ class Transformer(nn.Module):
         self.blocks = nn.Sequential(*(Block(name, width, heads, causal) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, outputs)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def tokens(self, x: Tensor) -> Tensor:
+        """What the first block reads."""
         x = self.embed(x)
         for axis, place in enumerate(self.places):
             x = x + place.view(-1, *[1] * (len(self.places) - 1 - axis), place.shape[-1])
-        x = self.norm(self.blocks(x))
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.blocks(self.tokens(x)))
         if self.pool is not None:
             for axis, cells in enumerate(self.pool):
                 x = x.unflatten(1 + axis, (cells, -1)).mean(2 + axis)

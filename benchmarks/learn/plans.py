@@ -16,7 +16,9 @@ NOISE = ("dense", "dense, dropout", "tail", "tail, fixed seed", "tail, few sweep
 TAIL = {"plain": "tail", "digits": "32 clusters"}  # as many clusters as keys would be dense attention
 LOCAL = {"plain": "local", "digits": "local, 64 keys"}
 MORE = {"generate, CIFAR-10": "tail, 4 matches, 2048 drawn", "video": "tail, 4 matches"}  # the default is not enough
-QUESTIONS = ("tasks", "more", "large", "noise", "bias", "others", "small")
+# Clusters of stretches: on 784 positions the default's 64 of every 64 would be one cluster a key.
+CAUSAL = {"generate, CIFAR-10": "causal clusters", "generate, MNIST": "causal clusters, few"}
+QUESTIONS = ("tasks", "more", "large", "noise", "bias", "others", "causal", "small")
 
 
 def runs(question: str) -> list[Run]:
@@ -29,6 +31,8 @@ def runs(question: str) -> list[Run]:
         return [Run(task, name, seed) for seed in SEEDS for task in LARGE for name in PAIR]
     if question == "others":
         return [Run(task, name, seed) for seed in SEEDS for task in TASKS for name in OTHERS]
+    if question == "causal":
+        return [Run(task, name, seed) for seed in SEEDS for task in CAUSAL for name in (CAUSAL[task], "dense")]
     if question == "noise":
         return [run for seed in SEEDS for run in _noise("plain", PICTURES, seed)]
     if question == "bias":

@@ -247,6 +247,22 @@ class Generate(Task):
         shown, unseen = torch.stack(losses).view(-1, 2).mean(0).tolist()
         return found | {"bits, later pixels shown": shown, "bits, later pixels hidden": unseen}
 
+    @torch.no_grad()
+    def decoded_by(self, model: Transformer, count: int) -> dict[str, float]:
+        """Bits of some test pictures by the whole call, and position by position from caches, both in float32."""
+        x, target = self.drawn(torch.Generator(self.data.x.device).manual_seed(3), count, True)
+        whole = self.loss(model(x), target) / math.log(2)
+        tokens = model.tokens(x).flatten(1, -2)  # [n, N, width], each of the level before
+        caches = [block.attention.cache(self.grid) for block in model.blocks]
+        parts = []
+        for one in tokens.split(1, 1):
+            for block, cache in zip(model.blocks, caches, strict=True):
+                one = one + block.attention.decode(block.first(one), cache)
+                one = one + block.layers(block.second(one))
+            parts.append(model.head(model.norm(one)))
+        decoded = self.loss(torch.cat(parts, 1), target.flatten(1)) / math.log(2)
+        return {"pictures": count, "bits, whole": float(whole), "bits, decoded": float(decoded)}
+
     @torch.inference_mode()
     def samples(self, model: nn.Module, count: int, generator: torch.Generator) -> Tensor:
         """New pictures [n, *G] in levels, pixel by pixel."""

@@ -15,7 +15,9 @@ import torch
 
 from .loop import Run, store, stored, train
 from .plans import runs
-from .tasks import Task
+from .tasks import Generate, Task
+
+DECODED = 16  # pictures that are decoded position by position
 
 
 def one_run(
@@ -32,11 +34,15 @@ def one_run(
     task = replace(task, data=task.data.first(run.pictures))
     start = time.perf_counter()
     weights = checkpoints / "weights" / run.file if run.task.startswith("generate") else None
-    _, row = train(task, run, checkpoint=checkpoints / run.file, until=until, weights=weights)
+    model, row = train(task, run, checkpoint=checkpoints / run.file, until=until, weights=weights)
     if row is None:
         print(f"{run.name}: stopped, goes on from {checkpoints / run.file}", flush=True)
         return
     store(results, run, task, row, commit, jobs)
+    if run.attention.startswith("causal") and isinstance(task, Generate):
+        row["decoded"] = task.decoded_by(model, DECODED)
+        store(results, run, task, row, commit, jobs)
+        print(f"{run.name}: {row['decoded']}", flush=True)
     told = " ".join(f"{name} {x:.2f}" for name, x in row["test"].items())
     print(f"{run.name}: {told}, {row['step_ms'] or 0:.1f} ms a step, {time.perf_counter() - start:.0f} s", flush=True)
 

@@ -193,3 +193,11 @@ def test_pictures_of_half_the_side(learn):
     found = learn["data"].Set(x, torch.zeros(1), x, torch.zeros(1)).halved()
     assert found.x.flatten().tolist() == [3, 8]
     assert found.x.shape == (1, 1, 2, 1)
+
+
+def test_bits_position_by_position_are_those_of_the_whole_call(learn, tasks):
+    task = tasks["generate, CIFAR-10"]
+    assert math.prod(task.grid) == 3 * 64  # the last stretches see clusters
+    torch.manual_seed(0)
+    found = task.decoded_by(task.model("causal clusters, few").eval(), 3)
+    assert math.isclose(found["bits, whole"], found["bits, decoded"], rel_tol=1e-5)
