@@ -18,6 +18,7 @@ from typing import Any
 
 import latents
 import layouts
+import neighbors
 import table_cells
 import tables_distributed
 import tables_learn
@@ -509,6 +510,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "diffusion": tables_models.diffusion,
     "latents": latents.table,
     "layouts": layouts.table,
+    "neighbors": neighbors.table,
     "sampler": tables_models.sampler,
     "stretches": tables_models.stretches,
     "judge": judge,

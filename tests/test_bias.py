@@ -109,6 +109,39 @@ def test_attention_is_off_by_the_error_that_is_said(grid):
     assert (scram.attention(q, k, v) - exact).norm() > 0.1 * exact.norm()
 
 
+def swins(table, grid):
+    """The bias [H, N, N] that transformers' Swin makes of a table [offsets, H]."""
+    swin = pytest.importorskip("transformers.models.swin.modeling_swin")
+    module = swin.SwinRelativePositionBias(table.shape[1], grid)
+    module.relative_position_bias_table.data = table
+    return module()[0].detach()
+
+
+def beits(table, grid):
+    """That of BEiT, of the tokens on the grid; its table has three entries more, for the class token."""
+    beit = pytest.importorskip("transformers.models.beit.modeling_beit")
+    config = beit.BeitConfig(image_size=grid, patch_size=1, num_attention_heads=table.shape[1], hidden_size=8)
+    module = beit.BeitRelativePositionBias(config)
+    module.relative_position_bias_table.data = torch.cat([table, torch.randn(3, table.shape[1])])
+    return module(grid)[0, :, 1:, 1:].detach()
+
+
+@pytest.mark.parametrize("made", [swins, beits])
+@pytest.mark.parametrize("rough", [0.0, 0.3], ids=["smooth", "rough"])
+def test_tables_of_models_are_at_most_a_percent_off(made, rough):
+    """By their own code; the rank is chosen, and the error that is said is that of all pairs."""
+    grid = (12, 12)
+    table = smooth(23, 23) + rough * torch.randn(2, 23, 23)
+    wanted = made(table.flatten(1).T.contiguous(), grid)
+    bias = relative(table, grid, error=0.01)
+    assert off(bias, wanted) == pytest.approx(bias.error, rel=1e-3)
+    assert bias.error <= 0.01
+    assert (bias.rank < 50) == (rough == 0)
+    scores = torch.randn_like(wanted)
+    weights, exact = ((scores + one).double().softmax(-1) for one in (pairs(bias)[0], wanted))
+    assert (weights / exact - 1).square().mean().sqrt() <= 0.01
+
+
 def test_decomposed_is_sams():
     """SAM's add_decomposed_rel_pos, with gradients to what the factors are made of."""
     q = torch.randn(1, 2, 4, 5, 8)

@@ -1,8 +1,6 @@
 """Families of diffusers by plans that are really sparse: the budget, what is tuned, graphs, threads, errors inside."""
 
 import functools
-import math
-import sys
 import threading
 import warnings
 from contextlib import contextmanager
@@ -10,16 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import scram
-from scram import _compat
-from scram.core.resolve import Resolved
 from scram.integrations import diffusers as ours
 from scram.integrations import sdpa
 from scram.quality.plan import Rung, Setting
-from scram.quality.timing import Believed
 from support.compiling import graphs_are
+from support.sparse_plans import BUDGET, assert_within_the_budget, recorded, tune_for_error
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what importing it has to say
@@ -28,9 +23,6 @@ with warnings.catch_warnings():
 
 diffusers.logging.set_verbosity_error()
 pytestmark = pytest.mark.filterwarnings("ignore")
-tuning = sys.modules["scram.quality.tune"]  # scram.tune is the function
-TAILS = ((8, 16), (16, 32), (32, 64), (48, 128), (64, 192))
-BUDGET = 0.05
 SPARSE = Setting(None, scram.Clusters(count=32, keys=64, seed=0))
 WAYS = [(name, way) for name in FAMILIES for way in ("patch", *("back end",) * (name in BY_BACK_END))]
 
@@ -45,39 +37,12 @@ def family(name):
 
 @pytest.fixture
 def tuned(monkeypatch):
-    """Kinds of q of the calls of `tune`. It measures errors; times are made up, dense attention takes the longest."""
-    seen, tune = [], sdpa.tune
-
-    def believed(call, device, limit=math.inf, beside=None):
-        resolved = call.args[0]
-        work = tuning.Work.of(Setting(resolved.search, resolved.tail)) if isinstance(resolved, Resolved) else None
-        return Believed(1e4 if work is None else 1e3 * work.matches + work.tail + work.keys, True), call()
-
-    def counted(q, *args, **how):
-        seen.append(tuple(q.shape))
-        return tune(q, *args, **how)
-
-    monkeypatch.setattr(tuning, "believed", believed)
-    monkeypatch.setattr(tuning, "TAILS", TAILS)
-    monkeypatch.setattr(sdpa, "tune", counted)
-    return seen
+    return tune_for_error(monkeypatch)
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Of each call of attention its tensors, what SCRAM returned and what torch does."""
-    seen, attend = [], sdpa.Replacement.attention
-
-    def attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *named, ranks=1, **how):
-        given = query, key, value, attn_mask, dropout_p, is_causal
-        how |= dict(zip(("scale", "enable_gqa"), named, strict=False))
-        out = attend(self, *given, **how)
-        with _compat.without_modes():
-            seen.append((query, key, out, F.scaled_dot_product_attention(*given, **how)))
-        return out
-
-    monkeypatch.setattr(sdpa.Replacement, "attention", attention)
-    return seen
+    return recorded(monkeypatch)
 
 
 @contextmanager
@@ -96,12 +61,6 @@ def by(way, model, runs="reference", **how):
         model.reset_attention_backend()
 
 
-def p95(out, want):
-    """The promised error of the worst head, [B, H, N, F]."""
-    off = (out - want).norm(dim=-1) / want.square().sum(-1).mean(-1, keepdim=True).sqrt()
-    return float(off.quantile(0.95, -1).max())
-
-
 @pytest.mark.parametrize(("name", "way"), WAYS)
 def test_a_sparse_plan_keeps_the_budget(name, way, tuned, calls):
     """What its layers return is compared with what torch does with the same tensors."""
@@ -116,18 +75,7 @@ def test_a_sparse_plan_keeps_the_budget(name, way, tuned, calls):
     assert all(layer.plan is not None and layer.left_alone == 0 and layer.calls == 2 for layer in layers)
     large = [layer for layer in layers if layer.grid == LARGE[name][2]]
     assert any(not layer.plan.dense for layer in large)
-    on_grids = {layer.tokens.total: layer.tokens for layer in layers}
-    errors = []
-    for q, k, made, exact in calls:
-        tokens = on_grids.get(q.shape[-2])
-        if tokens is None or k.shape[-2] != q.shape[-2]:
-            assert torch.equal(made, exact)  # left to torch
-            continue
-        grid = slice(tokens.before, tokens.total - tokens.after)
-        errors.append(p95(made[:, :, grid], exact[:, :, grid]))
-        for text in (slice(tokens.before), slice(tokens.total - tokens.after, None)):
-            torch.testing.assert_close(made[:, :, text], exact[:, :, text], rtol=1e-5, atol=1e-5)
-    assert 1e-4 < max(errors) <= BUDGET  # not by dense attention, and within the budget
+    assert_within_the_budget(report, calls)
     assert 0 < (out - want).norm() / want.norm() < 2 * BUDGET  # of two layers and more
 
 

@@ -33,9 +33,9 @@ def dinov3():
     ), {"pixel_values": torch.randn(1, 3, 48, 32)}
 
 
-def siglip():
-    return transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**SMALL, image_size=32, patch_size=4)), {
-        "pixel_values": torch.randn(1, 3, 32, 32)
+def siglip(side=32):
+    return transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**SMALL, image_size=side, patch_size=4)), {
+        "pixel_values": torch.randn(1, 3, side, side)
     }
 
 
@@ -53,25 +53,26 @@ def swin():
     ), {"pixel_values": torch.randn(1, 3, 32, 32)}
 
 
-def beit():
+def beit(side=32):
     return transformers.BeitModel(
-        transformers.BeitConfig(**SMALL, image_size=32, patch_size=4, use_relative_position_bias=True)
-    ), {"pixel_values": torch.randn(1, 3, 32, 32)}
+        transformers.BeitConfig(**SMALL, image_size=side, patch_size=4, use_relative_position_bias=True)
+    ), {"pixel_values": torch.randn(1, 3, side, side)}
 
 
-def sam():
+def sam(side=64):
     c = transformers.SamVisionConfig(
         hidden_size=16,
         num_hidden_layers=2,
         num_attention_heads=2,
         mlp_dim=32,
-        image_size=64,
+        image_size=side,
         patch_size=4,
         window_size=7,
         global_attn_indexes=[1],
+        initializer_range=0.2,  # its own is 1e-10: nothing would be seen
         output_channels=8,
     )
-    return SamVisionModel(c), {"pixel_values": torch.randn(1, 3, 64, 64)}
+    return SamVisionModel(c), {"pixel_values": torch.randn(1, 3, side, side)}
 
 
 def detr():
@@ -115,10 +116,10 @@ def depth():
     ), {"pixel_values": torch.randn(1, 3, 56, 42)}
 
 
-def videomae():
+def videomae(side=32):
     return transformers.VideoMAEModel(
-        transformers.VideoMAEConfig(**SMALL, image_size=32, patch_size=8, num_frames=4, tubelet_size=2)
-    ), {"pixel_values": torch.randn(1, 4, 3, 32, 32)}
+        transformers.VideoMAEConfig(**SMALL, image_size=side, patch_size=8, num_frames=4, tubelet_size=2)
+    ), {"pixel_values": torch.randn(1, 4, 3, side, side)}
 
 
 WINDOW = "16 tokens, and no picture is known"
