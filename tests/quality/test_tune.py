@@ -255,7 +255,7 @@ CALLABLE = {"score": lambda q, k: (q * k).sum(-1)}
 
 
 def test_the_ladder_has_what_the_call_takes():
-    q = torch.zeros(1, 1, 80, 80, 8)
+    q = torch.zeros(1, 1, 96, 96, 8)
     names = [str(setting) for setting in ladder(q, q, radius=(1, 1))]
     assert names == [
         "1 match, windows only",
@@ -266,7 +266,8 @@ def test_the_ladder_has_what_the_call_takes():
         "1 match, 512 clusters + 1024 keys",
         "no search, 1024 clusters + 2048 keys",
         "1 match, 1024 clusters + 2048 keys",
-        "no search, 2048 clusters + 4096 keys",
+        "no search, 1024 clusters + 4096 keys",
+        "no search, 1024 clusters + 6144 keys",
         "4 matches, 1024 clusters + 2048 keys",
     ]
     drawn = ladder(q, q, radius=(1, 1), causal=True)

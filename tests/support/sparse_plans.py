@@ -13,7 +13,7 @@ from scram.quality.plan import Setting
 from scram.quality.timing import Believed
 
 tuning = sys.modules["scram.quality.tune"]  # scram.tune is the function
-TAILS = ((8, 16), (16, 32), (32, 64), (48, 128), (64, 192))
+TAILS = ((8, 16), (16, 32), (32, 64), (48, 128), (48, 192), (64, 192))
 BUDGET = 0.05
 
 

@@ -33,13 +33,13 @@ from .timing import Believed, believed
 from .truth import SHARE, Errors, Truth
 
 # The upper end of the interval is then an order statistic below the 96.5th percentile, shared over two looks at each of
-# ten rungs. A second look at eight times as many queries is taken where the first leaves open whether a rung serves:
+# eleven rungs. A second look at eight times as many queries is taken where the first leaves open whether a rung serves:
 # on grids up to 128 x 128 these are all.
-NUM_QUERIES = queries_needed(SHARE, 20, 0.015)
+NUM_QUERIES = queries_needed(SHARE, 22, 0.015)
 SECOND_LOOK = 8
 TOLERANCE = 1.15  # a rung that cannot be this many times faster than what was found is not tried
-# Clusters and keys of a tile that are tried, without a search and, but for the most, with one.
-TAILS = ((128, 256), (256, 512), (512, 1024), (1024, 2048), (2048, 4096))
+# Clusters and keys of a tile that are tried: without a search and, but for the last two, with one.
+TAILS = ((128, 256), (256, 512), (512, 1024), (1024, 2048), (1024, 4096), (1024, 6144))
 CAUSAL_TAILS = ((32, 256), (64, 512), (128, 1024))  # clusters of every stretch
 
 
@@ -190,9 +190,10 @@ def ladder(
     elif isinstance(family, Clusters):
         tails = [replace(family, count=count, keys=budget, seed=seed) for count, budget in TAILS]
         few, several = (replace(search, sweeps=default_search(device, family).sweeps) for search in (one, four))
-        _, small, middle, large, most = tails
+        _, small, middle, large, more, most = tails
         pairs += [(None, tail) for tail in tails[:3]]
-        pairs += [(few, small), (few, middle), (None, large), (few, large), (None, most), (several, large)]
+        pairs += [(few, small), (few, middle), (None, large), (few, large)]
+        pairs += [(None, more), (None, most), (several, large)]
     elif family.tuned_sizes:
         little, some, lots = (family.resized(samples) for samples in family.tuned_sizes)
         pairs += [(one, little), (one, some), (one, lots), (four, some), (four, lots)]
