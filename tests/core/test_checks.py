@@ -5,6 +5,7 @@ import math
 import sys
 import traceback
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -369,3 +370,17 @@ def test_more_matches_than_keys_are_none():
         assert (call.index[..., 21:] == -1).all()
     with pytest.raises(ValueError, match="at most the number of keys, 21"):
         scram.exact_search(Q, K, matches=10**9)
+
+
+HUGE = {
+    "keys": lambda x, huge: replace(scram.cluster(x, x, x, impl="reference"), keys=huge),
+    "separation": lambda x, huge: scram.exact_search(x, x, separation=huge),
+    "radius": lambda x, huge: scram.correlation(x, x, torch.zeros(1, 1, 4, 4, 2), radius=huge),
+    "samples": lambda x, huge: scram.DrawnKeys(huge),
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_whole_numbers_that_no_engine_takes_are_named(name):
+    with pytest.raises(ValueError, match=rf"{name} must be below 2\*\*31, got 1000"):
+        HUGE[name](torch.ones(1, 1, 4, 4, 8), 10**30)

@@ -35,13 +35,18 @@ def whole(name: str, value: Any, least: int, hint: str = "") -> int:
     return value  # type: ignore[return-value]
 
 
+def count(name: str, value: Any, least: int = 0) -> int:
+    """A whole number that engines take, in 32 bits."""
+    value = whole(name, value, least)
+    if isinstance(value, int) and value >= 2**31:
+        raise ValueError(f"{name} must be below 2**31, got {value}; more is never needed")
+    return value
+
+
 def whole_fields(settings: Any, **least: int) -> None:
     """Fields of a frozen dataclass that are ints, each at least that."""
     for name, low in least.items():
-        value = whole(name, getattr(settings, name), low)
-        if isinstance(value, int) and value >= 2**31:
-            raise ValueError(f"{name} must be below 2**31, got {value}; more is never needed")
-        object.__setattr__(settings, name, value)
+        object.__setattr__(settings, name, count(name, getattr(settings, name), low))
 
 
 def _int(value: Any) -> Any:

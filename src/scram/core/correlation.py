@@ -51,7 +51,7 @@ def correlation(q: Tensor, k: Tensor, coords: Tensor, radius: int, *, levels: in
     tensor([ 8.0000, 10.5000])
     """
     checks.queries_keys(q, k)
-    checks.whole("radius", radius, 0)
+    checks.count("radius", radius)
     checks.whole("levels", levels, 1)
     checks.places(q, coords)
     return lookup(q, pyramid(k, levels), coords, radius, impl)

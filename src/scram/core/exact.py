@@ -133,7 +133,7 @@ def exact_search(
     """
     checks.queries_keys(q, k)
     matches = checks.whole("matches", matches, 1)
-    separation = checks.whole("separation", separation, 0)
+    separation = checks.count("separation", separation)
     checks.enough_keys(q, k, matches)
     if bias is not None:
         q, k, *_ = widened(q, k, None, bias, scale=scale, score=score, causal=causal)

@@ -37,7 +37,7 @@ class CorrelationLookup:
     ) -> None:
         checks.feature_maps(fmap1, fmap2)
         checks.whole("num_levels", num_levels, 1)
-        self.radius = checks.whole("radius", radius, 0)
+        self.radius = checks.count("radius", radius)
         self.impl = impl
         self.queries = _last(fmap1)
         self.levels = pyramid(_last(fmap2), num_levels)

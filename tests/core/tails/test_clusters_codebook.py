@@ -99,6 +99,17 @@ def test_other_grids_widths_and_devices_are_refused():
         scram.attend(Q.double(), K.double(), V.double(), found(), tail=made)
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("order", lambda x: x - 1), ("order", lambda x: x + 1), ("sizes", lambda x: x + 1), ("sizes", lambda x: x - 99)],
+)
+def test_numbers_that_a_kernel_would_read_beside_its_tensors_are_refused(name, change):
+    made = book(clusters=scram.Clusters(count=5, keys=8, seed=0)).ordered()
+    scram.attend(Q, K, V, found(), tail=made)
+    with pytest.raises(ValueError, match=f"{name} of the codebook in tail"):
+        scram.attend(Q, K, V, found(), tail=replace(made, **{name: change(getattr(made, name))}))
+
+
 def test_clustering_that_cannot_be_is_refused():
     with pytest.raises(TypeError, match=r"clusters must be a scram\.Clusters, got DrawnKeys"):
         book(clusters=scram.DrawnKeys())

@@ -465,7 +465,7 @@ def _check_fields(book: Codebook) -> None:
         _check_order(book, book.order)
     if book.grid is not None:
         _check_stretches(book)
-    checks.whole("keys", book.keys, 0)
+    checks.count("keys", book.keys)
     checks.flag("second_order", book.second_order)
     for name in (*TENSORS, "order"):
         x = getattr(book, name)
@@ -565,6 +565,19 @@ def check_codebook(name: str, q: Tensor, k: Tensor, v: Tensor | None, call: Made
         )
     if not _same_mask(call.key_mask, book.key_mask):
         raise ValueError(f"{name} was made with another key_mask; cluster the keys with the mask of the call")
+    if q.device.type == "cpu" and book.keys and _compat.plain_eager():
+        _check_places(name, book)
+
+
+def _check_places(name: str, book: Codebook) -> None:
+    """Raise where kernels would read keys that there are not. On a GPU this would wait for the device."""
+    keys = math.prod(book.label.shape[2:])
+    if book.order is not None and book.order.numel():
+        low, high = book.order.aminmax()
+        if int(low) < 0 or int(high) >= keys:
+            raise ValueError(f"order of the codebook in {name} must lie in 0..{keys - 1}, the numbers of its keys")
+    if book.sizes.numel() and (int(book.sizes.amin()) < 0 or int(book.sizes.sum(-1).amax()) > keys):
+        raise ValueError(f"sizes of the codebook in {name} must be the numbers of keys with each label, of {keys} keys")
 
 
 def check_budget(book: Codebook, routes: Routes) -> None:
