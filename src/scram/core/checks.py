@@ -37,10 +37,10 @@ def whole(name: str, value: Any, least: int, hint: str = "") -> int:
 
 def count(name: str, value: Any, least: int = 0) -> int:
     """A whole number that engines take, in 32 bits."""
-    value = whole(name, value, least)
-    if isinstance(value, int) and value >= 2**31:
-        raise ValueError(f"{name} must be below 2**31, got {value}; more is never needed")
-    return value
+    number = whole(name, value, least)
+    if isinstance(number, int) and number >= 2**31:
+        raise ValueError(f"{name} must be below 2**31, got {number}; more is never needed")
+    return number
 
 
 def whole_fields(settings: Any, **least: int) -> None:
