@@ -149,7 +149,7 @@ class Case:
 
     def start_call(self) -> RoutedStartCall:
         assert self.routes is not None
-        return RoutedStartCall(self.q, self.k, self.order, self.sizes, self.routes)
+        return RoutedStartCall(self.q, self.k, self.order, self.sizes, self.routes, self.keys)
 
     def tail_call(self, windows: bool = False, **changed: Any) -> ClusterTailCall:
         near: dict[str, Any] = {"index": None, "near_out": None, "near_lse": None}

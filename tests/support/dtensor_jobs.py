@@ -349,7 +349,7 @@ def routed_calls(q, k, v, windows, made, out, lse, run):
     call = of.RouteCall(q, made.centers, made.sizes, made.variance, made.spreads, keys=7, scale=0.3)
     yield ops.route, call
     routes = run(ops.route, call).routes
-    yield ops.routed_start, of.RoutedStartCall(q, k, made.order, made.sizes, routes)
+    yield ops.routed_start, of.RoutedStartCall(q, k, made.order, made.sizes, routes, keys=7)
     yield ops.attend, windows._replace(label=made.label, routes=routes)
     call = of.ClusterTailCall(
         q=q,

@@ -128,8 +128,8 @@ def start_call(case: Case, clusters: int = 11, share: float = 0.3, seed: int = 0
     """Integer features: equal scores are common."""
     tensors = make_tensors(case, seed, integer=True)
     made = clusters_of(case, tensors.k, tensors.v, tensors.key_mask, clusters, seed + 2)
-    routes, _ = routes_of(case, made["sizes"], share, seed + 3)
-    return RoutedStartCall(tensors.q, tensors.k, made["order"], made["sizes"], routes)
+    routes, keys = routes_of(case, made["sizes"], share, seed + 3)
+    return RoutedStartCall(tensors.q, tensors.k, made["order"], made["sizes"], routes, keys)
 
 
 def run_route(call: RouteCall, impl: str) -> Routed:

@@ -241,6 +241,7 @@ class RoutedStartCall(NamedTuple):
     order: Tensor  # int32 [B, Hc, M], as in Clustered
     sizes: Tensor  # int32 [B, Hc, C]
     routes: Tensor  # int32 [B, H, T, W]
+    keys: int  # of a tile, at most: no tile routes more
 
 
 class ClusterTailCall(NamedTuple):

@@ -274,7 +274,7 @@ def test_what_cannot_be_routed_is_refused():
 def starts_of(q, k, book, impl):
     """The best routed key of every query, in plain Python."""
     bits = scram.route(q, k, book, impl=impl).bits
-    call = RoutedStartCall(q=q, k=k, order=order_of(book.label), sizes=book.sizes, routes=bits)
+    call = RoutedStartCall(q=q, k=k, order=order_of(book.label), sizes=book.sizes, routes=bits, keys=book.keys)
     best = [[plain.best_routed(call, 0, h, i)[0] for i in range(q.shape[2:-1].numel())] for h in range(q.shape[1])]
     return torch.tensor(best, dtype=torch.int32).reshape(1, q.shape[1], *q.shape[2:-1])
 

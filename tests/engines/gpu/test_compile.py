@@ -178,7 +178,7 @@ def test_the_cases_reach_every_choice_of_the_launchers(launches):
         for lanes, _, warps in (block_sizes.SEARCH_NARROW, *block_sizes.SEARCH.values(), block_sizes.SEARCH_WIDE)
     }
     assert shapes["sweep_kernel"] == rows
-    windows_rows = (block_sizes.ATTEND_NARROW, block_sizes.ATTEND)
+    windows_rows = (block_sizes.ATTEND_NARROW, block_sizes.ATTEND, block_sizes.ATTEND_WIDE)
     assert shapes["attend_kernel"] == {(lanes, warps) for lanes, _, warps in windows_rows}
 
 

@@ -277,7 +277,9 @@ class Codebook(Tail):
 
     def start(self, inputs: Inputs, routes: Tensor) -> Tensor:
         assert self.order is not None
-        call = calls.RoutedStartCall(q=inputs.q, k=inputs.k, order=self.order, sizes=self.sizes, routes=routes)
+        call = calls.RoutedStartCall(
+            q=inputs.q, k=inputs.k, order=self.order, sizes=self.sizes, routes=routes, keys=self.keys
+        )
         return ops.routed_start(inputs.engine, call).index
 
     def join(self, inputs: Inputs, index: Tensor | None, seed: Tensor | None, routes: Tensor | None = None) -> Attended:

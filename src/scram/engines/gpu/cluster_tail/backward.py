@@ -39,10 +39,8 @@ from ..route.lists import load_listed
 from ..runtime.block_sizes import (
     CLUSTER_BACKWARD,
     CLUSTER_BACKWARD_EXACT,
-    CLUSTER_BACKWARD_NARROW,
     CLUSTER_COLLECT,
     CLUSTER_COLLECT_EXACT,
-    CLUSTER_COLLECT_NARROW,
     SLOPE,
     SLOPE_EXACT,
     SLOPE_NARROW,
@@ -114,8 +112,7 @@ def cluster_tail_backward(
             near_out=grads.near_out,
             near_lse=grads.near_lse,
         )
-    half = CLUSTER_BACKWARD_NARROW if is_narrow(call) else CLUSTER_BACKWARD
-    flags = tail_flags(call, half, CLUSTER_BACKWARD_EXACT)
+    flags = tail_flags(call, CLUSTER_BACKWARD, CLUSTER_BACKWARD_EXACT)
     places = torch.empty((5, tiles_of(call), TILE_QUERIES), dtype=torch.float32, device=q.device)
     delta, base, factor, spread, first = places.unbind()
     tail = torch.empty_like(lse, memory_format=torch.contiguous_format)
@@ -125,14 +122,24 @@ def cluster_tail_backward(
         made = Attended(out.contiguous(), lse.contiguous())
         inputs = inputs_of(call, flags)
         sums = ClusterSums.of(call, flags)
+        middle = mean_key(call)
         for chunk, tiles in chunks(call, inputs, flags):
             given = kinds(*chunk, *made, *above, *grads)
-            _kernel(tail_queries_kernel, tiles, tuple(flags.items()), given)(chunk, made, above, totals, grads)
+            by_queries = _kernel(tail_queries_kernel, tiles, tuple(flags.items()), given)
+            by_queries(chunk, made, above, totals, grads, middle)
             sums.add(chunk, tiles, above, totals)
         d_centers, d_values = sums.total(call)
         d_slope = None if call.slope is None else slope_backward(call, inputs, above, totals)
         dk, dv = (None, None) if inputs.listed is None else keys_backward(call, inputs, above, totals)
     return ClusterTailGrads(grads.q, dk, dv, d_centers, d_values, d_slope, grads.near_out, grads.near_lse)
+
+
+def mean_key(call: ClusterTailCall) -> Tensor:
+    """Of each row of clusters, float32 [B, Hc, E]; about which its keys lie."""
+    finite = call.centers.isfinite().all(-1)  # [B, Hc, C]
+    sizes = torch.where(finite, call.sizes, 0).unsqueeze(-1).float()
+    total = (torch.where(finite.unsqueeze(-1), call.centers.float(), 0) * sizes).sum(2)
+    return (total / sizes.sum(2).clamp(min=1)).contiguous()
 
 
 def _empty(x: Tensor | None) -> Tensor | None:
@@ -160,8 +167,7 @@ class ClusterSums(NamedTuple):
     @classmethod
     def of(cls, call: ClusterTailCall, flags: Flags) -> ClusterSums:
         """`flags`: of the kernel by queries, whose tiles come at a time."""
-        half = CLUSTER_COLLECT_NARROW if is_narrow(call) else CLUSTER_COLLECT
-        collect_flags = tail_flags(call, half, CLUSTER_COLLECT_EXACT)
+        collect_flags = tail_flags(call, CLUSTER_COLLECT, CLUSTER_COLLECT_EXACT)
         rows = call.centers.shape[0] * call.centers.shape[1]
         count = call.centers.shape[2]
         blocks = -(-count // collect_flags["CONFIG"].BLOCK_C)
@@ -270,18 +276,23 @@ class Sums(NamedTuple):
     tail: Any  # [BQ], of r p of the clusters
     raised: Any  # [BQ], of p times the slope of the second-order weight
     raised_excess: Any  # [BQ], of e times that
-    mean: Any  # [BQ, E] in pieces, of p k
+    mean: Any  # [BQ, E] in pieces, of p k; empty where features have 16 bits
     acc: Any  # [BQ, E] in pieces, of scale e k
 
 
 @triton.jit
 def add_products(sums, p, e, base, at, inputs, CONFIG: tl.constexpr, E: tl.constexpr, LISTED: tl.constexpr):
-    """mean and acc with clusters `at` of the table, or LISTED keys, of weights p and e [BQ, BC]."""
+    """mean and acc with clusters `at` of the table, or LISTED keys, of weights p and e [BQ, BC].
+
+    mean takes back what delta, of as many digits as `out`, is off. Of 16 bits the mean of all keys does: another sum
+    would take the registers of a program and a fifth of the products.
+    """
     mean = ()
     acc = ()
     for n in tl.static_range(len(sums.acc)):
         k_block = load_listed(base, at, n, E) if LISTED else load_table(base, at, n, E)  # [BC, E]
-        mean += (product(p.to(k_block.dtype), k_block, sums.mean[n]),)
+        if not CONFIG.NARROW:
+            mean += (product(p.to(k_block.dtype), k_block, sums.mean[n]),)
         acc += (score_product(e * inputs.scale, k_block, sums.acc[n], CONFIG),)
     return mean, acc
 
@@ -304,7 +315,9 @@ def query_sums(
     """`Sums` over all clusters and routed keys, with weights over `base` [BQ]."""
     POWER: tl.constexpr = "exp2" if CONFIG.NARROW else "powers"
     zero = tl.zeros([B.BLOCK_Q], tl.float32)  # [BQ]
-    sums = Sums(zero, zero, zero, zero, zero, zero_pieces(B.BLOCK_Q, E), zero_pieces(B.BLOCK_Q, E))
+    acc = zero_pieces(B.BLOCK_Q, E)  # [BQ, E]
+    mean = () if CONFIG.NARROW else zero_pieces(B.BLOCK_Q, E)  # [BQ, E]
+    sums = Sums(zero, zero, zero, zero, zero, mean, acc)
     for start in range(0, used_of(inputs.table, queries.source), CONFIG.BLOCK_C):
         at, s, share, dp, r = center_gradients(
             start, q_block, grad_out, spread, first, queries, inputs, CONFIG, B, E, F
@@ -346,6 +359,7 @@ def tail_queries_kernel(
     above,
     totals,
     grads,
+    middle,
     CONFIG: tl.constexpr,
     B: tl.constexpr,
     E: tl.constexpr,
@@ -418,8 +432,12 @@ def tail_queries_kernel(
     acc = ()
     for n in tl.static_range(len(sums.acc)):
         variance = load_variance(n, queries, inputs, E)[None, :]  # [1, E]
-        mean = sums.mean[n] * (off * inputs.scale)[:, None]  # [BQ, E]
-        acc += ((sums.acc[n] - mean) * factor[:, None] + d_square[:, None] * q_block[n].to(tl.float32) * variance,)
+        each = sums.acc[n]  # [BQ, E]
+        if CONFIG.NARROW:
+            each -= (off * inputs.scale * sums.weight)[:, None] * load_middle(n, queries, middle, E)[None, :]
+        else:
+            each -= sums.mean[n] * (off * inputs.scale)[:, None]
+        acc += (each * factor[:, None] + d_square[:, None] * q_block[n].to(tl.float32) * variance,)
     if inputs.table.slope is not None:
         along = slope_gradients(grad_out, queries, inputs, E, F)  # [BQ, E]
         share = tl.where(tail > 0, tail * slope_factor(spread, queries, inputs), 0.0)  # [BQ]
@@ -428,6 +446,13 @@ def tail_queries_kernel(
             more += (acc[n] + tl.where((tail > 0)[:, None], along[n] * share[:, None], 0.0),)
         acc = more
     store_pieces(grads.q + queries.start * E.SIZE, query, acc, exists, E)
+
+
+@triton.jit
+def load_middle(piece, queries, middle, E: tl.constexpr):
+    """A piece [E] of the mean of the row's keys."""
+    e = piece * E.BLOCK + tl.arange(0, E.BLOCK)  # [E]
+    return tl.load(middle + queries.source * E.SIZE + e, mask=e < E.SIZE, other=0.0)
 
 
 @triton.jit

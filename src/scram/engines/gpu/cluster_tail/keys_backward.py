@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ....core.calls import ClusterTailCall
 from ..primitives import add_scaled, for_product, load_piece, load_pieces, points, power, store_pieces, zero_pieces
-from ..runtime.block_sizes import KEYS_COLLECT, KEYS_COLLECT_EXACT
+from ..runtime.block_sizes import KEYS_COLLECT, KEYS_COLLECT_EXACT, KEYS_COLLECT_NARROW
 from ..runtime.launch import Kernel, cached, kinds
 from .pairs import Totals, Upstream, add_pairs, load_totals, row_products
-from .table import Inputs, load_queries, score_unit, tail_flags, tail_queries
+from .table import Inputs, is_narrow, load_queries, score_unit, tail_flags, tail_queries
 
 FURTHER = 2048  # shares at most beyond the first of each block of keys
 LEAST_SHARE = 16  # tiles of a share
@@ -51,7 +51,8 @@ class Lists(NamedTuple):
 def keys_backward(call: ClusterTailCall, inputs: Inputs, above: Upstream, totals: Totals) -> tuple[Tensor, Tensor]:
     assert call.k is not None
     assert call.v is not None
-    flags = tail_flags(call, KEYS_COLLECT, KEYS_COLLECT_EXACT)
+    half = KEYS_COLLECT_NARROW if is_narrow(call) else KEYS_COLLECT
+    flags = tail_flags(call, half, KEYS_COLLECT_EXACT)
     flags = {**flags, "CONFIG": flags["CONFIG"]._replace(BITS=0, SEVERAL=False)}  # routed keys are whole
     own = call.sizes.shape[1] == call.k.shape[1]  # a key is in one row of clusters alone
     heads = call.sizes.shape[:2]

@@ -22,11 +22,10 @@ from ..primitives import (
     LOG2E,
     LOWEST,
     Geometry,
-    all_finite,
     for_product,
     geometry,
     lane_query,
-    load_pieces,
+    load_piece,
     points,
     power,
     product,
@@ -126,11 +125,11 @@ def _choice(programs: int, count: int, words: int, given: tuple[object, ...]) ->
 
 
 @triton.jit
-def finite_queries(q_block, ok):
-    """Vectors of the queries in pieces, zeros where not `ok`, as products take them."""
+def load_queries(base, query, ok, E: tl.constexpr):
+    """Vectors of the queries as all their pieces [BQ, E], as products take them; zeros where not `ok`."""
     pieces = ()
-    for n in tl.static_range(len(q_block)):
-        pieces += (for_product(tl.where(ok[:, None], q_block[n], 0.0).to(q_block[n].dtype)),)
+    for n in tl.static_range(tl.constexpr(E.PIECES)):
+        pieces += (for_product(load_piece(base, query, ok, n, E)),)
     return pieces
 
 
@@ -155,11 +154,8 @@ def importance_kernel(inputs, importance, all_lse, CONFIG: tl.constexpr, B: tl.c
     row, corner = tile_at(tile, inputs.geo, B)
     query, exists = lane_query(corner, inputs.geo, B)
     source = (row // inputs.group).to(tl.int64)
-    q_block = load_pieces(inputs.q + row * points(inputs.geo.q).to(tl.int64) * E.SIZE, query, exists, E)  # [BQ, E]
-    counts = exists & all_finite(q_block)  # [BQ]
-    q_block = finite_queries(q_block, counts)  # [BQ, E]
-    number = tl.maximum(tl.sum(counts.to(tl.float32), 0), 1.0)
-    spread = mean_spread(q_block, number, source, inputs, E)
+    q_row = inputs.q + row * points(inputs.geo.q).to(tl.int64) * E.SIZE
+    q_block = load_queries(q_row, query, exists, E)  # [BQ, E]
     scale = inputs.scale
     if CONFIG.NARROW:
         scale = inputs.scale * LOG2E
@@ -176,7 +172,7 @@ def importance_kernel(inputs, importance, all_lse, CONFIG: tl.constexpr, B: tl.c
         s = s * scale + tl.load(table.logs + slot)[None, :]
         running_max, rescale, p = softmax_step(running_max, s, None, POWER, False, 1)
         running_sum = running_sum * rescale + tl.sum(p, 1)
-    counts = counts & (running_sum > 0)  # [BQ]
+    counts = exists & (running_sum > 0)  # [BQ], of a query that is not finite it is NaN or 0
     some = tl.where(counts, running_sum, 1.0)  # [BQ]
     lse = running_max + (tl.log2(some) if CONFIG.NARROW else tl.log(some))  # [BQ]
     natural = lse / LOG2E if CONFIG.NARROW else lse  # [BQ]
@@ -184,6 +180,10 @@ def importance_kernel(inputs, importance, all_lse, CONFIG: tl.constexpr, B: tl.c
     tl.store(all_lse + point, tl.where(counts, natural, -float("inf")), mask=exists)
     lse = tl.where(counts, lse, float("inf"))[None, :]  # [1, BQ]
 
+    # Read again, without those: held all the while, they would take the registers of other programs.
+    q_block = load_queries(q_row, query, counts, E)  # [BQ, E]
+    number = tl.maximum(tl.sum(counts.to(tl.float32), 0), 1.0)
+    spread = mean_spread(q_block, number, source, inputs, E)
     for start in range(0, used, CONFIG.BLOCK_C):
         slot = source * table.padded + start + lane  # [BC]
         s = tl.zeros([CONFIG.BLOCK_C, B.BLOCK_Q], tl.float32)  # [BC, BQ]

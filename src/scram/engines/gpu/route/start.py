@@ -26,7 +26,7 @@ from ..primitives import (
 )
 from ..runtime.block_sizes import ROUTED_START, ROUTED_START_EXACT, stages, tile_pieces
 from ..runtime.launch import Flags, Kernel, cached, kinds, on_device
-from .lists import load_listed, lowest_bit
+from .lists import RoutedKeys, load_listed, routed_keys
 
 NO_KEY = tl.constexpr(0x7FFFFFFF)
 
@@ -36,15 +36,9 @@ class Inputs(NamedTuple):
 
     q: Tensor  # [B, H, *G, E]
     k: Tensor  # [B, Hk, *G', E]
-    routes: Tensor  # int32 [tiles, words]
-    order: Tensor  # int32 [B, Hc, M]
-    sizes: Tensor  # int32 [B, Hc, C]
-    ends: Tensor  # int32 [B, Hc, C], their running sums
+    listed: RoutedKeys
     geo: Geometry
     group: int  # rows of queries that share a row of keys
-    cluster_group: int  # rows of queries that share a row of clusters
-    words: int
-    count: int  # clusters of a row
 
 
 def routed_start(call: RoutedStartCall) -> Found:
@@ -61,15 +55,9 @@ def routed_start(call: RoutedStartCall) -> Found:
         inputs = Inputs(
             q=q,
             k=k,
-            routes=call.routes.contiguous(),
-            order=call.order.contiguous(),
-            sizes=call.sizes.contiguous(),
-            ends=call.sizes.cumsum(-1, dtype=torch.int32),
+            listed=routed_keys(call.routes, call.order, call.sizes, call.keys),
             geo=geometry(grid_of(q), grid_of(k)),
             group=q.shape[1] // k.shape[1],
-            cluster_group=q.shape[1] // call.sizes.shape[1],
-            words=call.routes.shape[-1],
-            count=call.sizes.shape[-1],
         )
         programs = q.shape[0] * q.shape[1] * tiles(grid_of(q), flags["B"].TILE)
         _kernel(programs, tuple(flags.items()), kinds(*inputs))(inputs, found)
@@ -95,37 +83,24 @@ def _kernel(programs: int, flags: tuple[tuple[str, object], ...], given: tuple[o
 
 @triton.jit
 def routed_start_kernel(inputs, found, BLOCK_K: tl.constexpr, B: tl.constexpr, E: tl.constexpr):
-    """Program: tile. How many keys it routes is not known before: it goes from cluster to cluster."""
+    """Program: tile."""
     tile = tl.program_id(0).to(tl.int64)
     row, corner = tile_at(tl.program_id(0), inputs.geo, B)
     query, exists = lane_query(corner, inputs.geo, B)
-    keys = points(inputs.geo.k)
     start = row * points(inputs.geo.q).to(tl.int64)
-    source = (row // inputs.cluster_group).to(tl.int64)
-    order_row = inputs.order + source * keys
     q_block = load_pieces(inputs.q + start * E.SIZE, query, exists, E)  # [BQ, E]
-    k_row = inputs.k + (row // inputs.group).to(tl.int64) * keys * E.SIZE
+    k_row = inputs.k + (row // inputs.group).to(tl.int64) * points(inputs.geo.k) * E.SIZE
     lane = tl.arange(0, BLOCK_K)  # [BK]
     best = tl.full([B.BLOCK_Q, BLOCK_K], -float("inf"), tl.float32)  # [BQ, BK], of each lane: threads need not meet
     best_key = tl.full([B.BLOCK_Q, BLOCK_K], NO_KEY, tl.int32)  # [BQ, BK]
-    for w in range(inputs.words):
-        word = tl.load(inputs.routes + tile * inputs.words + w)
-        while word != 0:
-            bit = word & -word
-            cluster = w * 32 + lowest_bit(bit)
-            word = word ^ bit
-            in_row = source * inputs.count + cluster
-            size = tl.load(inputs.sizes + in_row, mask=cluster < inputs.count, other=0)
-            first = tl.load(inputs.ends + in_row, mask=cluster < inputs.count, other=0) - size
-            for begin in range(0, size, BLOCK_K):
-                at = tl.minimum(begin + lane, size - 1)  # [BK], the last one again behind the end
-                key = tl.load(order_row + first + at)  # [BK]
-                s = tl.zeros([B.BLOCK_Q, BLOCK_K], tl.float32)  # [BQ, BK]
-                for n in tl.static_range(len(q_block)):
-                    s = product(q_block[n], tl.trans(load_listed(k_row, key, n, E)), s)
-                better = (s > best) | ((s == best) & (key[None, :] < best_key))  # [BQ, BK], a NaN is none
-                best_key = tl.where(better, key[None, :], best_key)
-                best = tl.where(better, s, best)
+    for begin in range(0, tl.load(inputs.listed.number + tile), BLOCK_K):
+        key = tl.load(inputs.listed.keys + tile * inputs.listed.most + begin + lane)  # [BK], behind the end one of them
+        s = tl.zeros([B.BLOCK_Q, BLOCK_K], tl.float32)  # [BQ, BK]
+        for n in tl.static_range(len(q_block)):
+            s = product(q_block[n], tl.trans(load_listed(k_row, key, n, E)), s)
+        better = (s > best) | ((s == best) & (key[None, :] < best_key))  # [BQ, BK], a NaN is none
+        best_key = tl.where(better, key[None, :], best_key)
+        best = tl.where(better, s, best)
     most = tl.max(best, 1)  # [BQ]
     lowest = tl.min(tl.where(best == most[:, None], best_key, NO_KEY), 1)  # [BQ]
     point = start + query  # [BQ]

@@ -35,6 +35,11 @@ SEARCH_WIDE = (16, 8, 4)
 ATTEND_NARROW = (32, 1, 1)
 ATTEND = (16, 4, 1)
 BACKWARD = (16, 4, 1)
+# Of vectors of more than WIDE bytes. 256x256, 24 heads, E = F = 128, two matches anywhere: 2.53 (8, 4, 1), 2.89
+# (16, 4, 1), 3.07 (8, 8, 2), 3.12 (16, 8, 4); backward 17.3 (8, 8, 2), 17.5 (16, 8, 4), 17.9 (8, 4, 1), 21.1 (16, 4, 1).
+ATTEND_WIDE = (8, 4, 1)
+BACKWARD_WIDE = (8, 8, 2)
+WIDE = 128
 # Pairs of a key at a time, and of a share, with repeatable bits; four matches on stereo, projected and un-normalized
 # features, a call: 3.56, 3.32, 3.64 (8, 4, 1), 3.56, 3.18, 3.32 (4, 4, 1), 3.88, 3.49, 3.67 (8, 8, 2), 4.13, 3.76, 3.82
 # (16, 4, 1); shares of 128 3.59, 3.65, 3.62, of 512 3.54, 3.42, 3.75.
@@ -73,10 +78,10 @@ TILE_WIDTH_EXACT = 64
 # With 768 routed keys and 384 clusters, ms, without windows and with one match; 64 keys per product:
 #   256x256, 24 heads, E = 128  3.41 4.63 (64, 4, 2); 3.73 4.97 (32, 4, 2); 5.40 7.99 (64, 4, 3); 7.02 10.1 (64, 8, 2)
 #   512x512, E = 64  .315 .540 (32, 4, 2); .315 .460 (32, 4, 2, 128); .325 .470 (32, 4, 3, 128); .404 .626 (64, 4, 2)
-# Gradients of the 24 heads, without windows, before totals of a tile lay side by side:
-#   by queries   7.63 (32, 4, 2); 8.48 (64, 4, 1); 9.55 (32, 4, 1); 17.4 (64, 8, 2); 21.5 (32, 8, 2)
-#   by clusters  5.70 (32, 4, 2); 6.54 (32, 4, 3); 7.69 (64, 4, 1); 7.89 (64, 8, 2)
-#   by keys      6.80 (64, 4, 1); 7.30 (32, 4, 3); 7.56 (32, 4, 2); 13.9 (64, 8, 1)
+# Gradients of the 24 heads, and of 512x512 behind them, without windows:
+#   by queries   5.91 .618 (64, 4, 2); 6.53 .609 (32, 4, 2, 168); 6.97 .714 (32, 4, 2); - .598 (64, 4, 2, 168)
+#   by clusters  3.01 .266 (64, 4, 1); 4.22 .470 (32, 4, 2, 168); 5.24 - (32, 4, 2); - .435 (64, 4, 1, 168)
+#   by keys      6.20 .583 (64, 4, 1); 6.69 - (32, 4, 2, 168); 7.11 - (32, 4, 2); - .527 (64, 4, 1, 168)
 #   of the slope .407 (64, 8, 2); .504 (32, 8, 3); .573 (64, 4, 2)
 # For float32 two warps, as in the hybrid; more than 16 clusters do not fit their registers.
 CLUSTER_TAIL = (64, 4, 2)
@@ -91,14 +96,13 @@ EARLIER_BACKWARD_EXACT = (32, 32, 4, 1)
 # Keys or clusters of a program, warps, stages, of the newest positions over a cache; not tuned.
 DECODE = (128, 4, 1)
 DECODE_EXACT = (64, 4, 1)
-CLUSTER_BACKWARD = (32, 4, 2)
-CLUSTER_BACKWARD_NARROW = (64, 4, 2)
+CLUSTER_BACKWARD = (64, 4, 2)
 CLUSTER_BACKWARD_EXACT = (16, 2, 1)
-CLUSTER_COLLECT = (32, 4, 2)
-CLUSTER_COLLECT_NARROW = (64, 4, 1)
+CLUSTER_COLLECT = (64, 4, 1)
 CLUSTER_COLLECT_EXACT = (16, 2, 1)
 # The same of the gradients of routed keys, and of the slope: there queries per product.
 KEYS_COLLECT = (64, 4, 1)
+KEYS_COLLECT_NARROW = (64, 4, 1, 168)
 KEYS_COLLECT_EXACT = (16, 2, 1)
 SLOPE = (64, 8, 2)
 SLOPE_NARROW = (64, 4, 2)
@@ -106,7 +110,8 @@ SLOPE_EXACT = (16, 2, 1)
 # Clusters or keys per product, warps, stages at most, of the importance of clusters to a tile and of the best key.
 ROUTE = (64, 4, 3)
 ROUTE_EXACT = (32, 2, 2)
-# The best of 512 keys, the grids as above: 1.04, .134 (32, 4, 2); 1.10, .139 (32, 4, 1); 1.51, .173 (64, 4, 2).
+# Importance, the grids as above: 1.07 .118 (64, 4, 3); 1.15 .124 (64, 4, 4); 1.21 .115 (64, 4, 2); 1.59 .181 (32, 4, 3)
+# The best of 768 keys: .968 .130 (32, 4, 2); .966 .128 (64, 4, 3); 1.02 .128 (32, 4, 3); 1.01 .140 (64, 4, 2).
 ROUTED_START = (32, 4, 2)
 ROUTED_START_EXACT = (32, 2, 1)
 # Of the clustering: keys and clusters of a product, warps.
@@ -190,14 +195,15 @@ def search_tile(rank: int, width: int, dtype: torch.dtype, earlier: bool = False
 
 @cached
 def attend_tile(rank: int, widths: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]) -> Flags:
-    size = max(width * dtype.itemsize for width, dtype in zip(widths, dtypes, strict=True))
-    shape = ATTEND_NARROW if size <= 16 else ATTEND
+    size = _bytes(widths, dtypes)
+    shape = ATTEND_NARROW if size <= 16 else ATTEND_WIDE if size > WIDE else ATTEND
     return {"B": _block(rank, shape[0]), **_widths(widths, dtypes, shape)}
 
 
 @cached
 def backward_tile(rank: int, widths: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]) -> Flags:
-    return {"B": _block(rank, BACKWARD[0]), **_widths(widths, dtypes, BACKWARD)}
+    shape = BACKWARD_WIDE if _bytes(widths, dtypes) > WIDE else BACKWARD
+    return {"B": _block(rank, shape[0]), **_widths(widths, dtypes, shape)}
 
 
 @cached
@@ -258,6 +264,11 @@ def window_tile(width: int, dtype: torch.dtype, slots: int) -> Flags:
 
 def _block(rank: int, queries: int) -> Block:
     return Block(block_shape(queries, rank), queries)
+
+
+def _bytes(widths: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]) -> int:
+    """Of the wider vectors."""
+    return max(width * dtype.itemsize for width, dtype in zip(widths, dtypes, strict=True))
 
 
 def _width(width: int, dtype: torch.dtype, threads: int) -> Width:
