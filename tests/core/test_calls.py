@@ -13,7 +13,7 @@ TENSORS = (torch.Tensor, torch.Tensor | None)
 
 def test_the_calls_are_seen():
     names = {"SearchCall", "AttendCall", "DrawnTailCall", "SampleCall", "ClusterCall", "ClusterTailCall"}
-    names |= {"RouteCall", "RoutedStartCall", "EarlierCall", "WindowScoresCall"}
+    names |= {"RouteCall", "RoutedStartCall", "EarlierCall", "DecodeCall", "WindowScoresCall"}
     assert {call.__name__ for call in CALLS} == names
 
 
@@ -29,7 +29,7 @@ def test_tensors_come_first_and_a_callable_score_last(call):
     else:
         assert call in (
             *(calls.ClusterCall, calls.ClusterTailCall, calls.RouteCall, calls.RoutedStartCall),
-            *(calls.EarlierCall, calls.WindowScoresCall),
+            *(calls.EarlierCall, calls.DecodeCall, calls.WindowScoresCall),
         )
 
 

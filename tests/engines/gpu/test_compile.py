@@ -427,10 +427,10 @@ def test_the_clustered_tail_compiles(number, architecture, monkeypatch):
     route(route_call(case))
     routed_start(start_call(case))
     wanted = {"table_kernel", "cluster_tail_kernel", "tail_queries_kernel", "tail_clusters_kernel"}
-    wanted |= {"importance_kernel", "choice_kernel", "routed_start_kernel"}
+    wanted |= {"importance_kernel", "choice_kernel", "routed_start_kernel", "routed_keys_kernel"}
     wanted |= {"counts_kernel"} if parts.windows else set()
     wanted |= {"tail_slope_kernel"} if parts.slope else set()
-    wanted |= {"routed_keys_kernel", "routing_tiles_kernel", "tail_keys_kernel"} if parts.routes else set()
+    wanted |= {"routing_tiles_kernel", "tail_keys_kernel"} if parts.routes else set()
     assert set(compiled) == wanted
 
 

@@ -36,7 +36,8 @@ ATTEND_NARROW = (32, 1, 1)
 ATTEND = (16, 4, 1)
 BACKWARD = (16, 4, 1)
 # Of vectors of more than WIDE bytes. 256x256, 24 heads, E = F = 128, two matches anywhere: 2.53 (8, 4, 1), 2.89
-# (16, 4, 1), 3.07 (8, 8, 2), 3.12 (16, 8, 4); backward 17.3 (8, 8, 2), 17.5 (16, 8, 4), 17.9 (8, 4, 1), 21.1 (16, 4, 1).
+# (16, 4, 1), 3.07 (8, 8, 2), 3.12 (16, 8, 4); backward 17.3 (8, 8, 2), 17.5 (16, 8, 4), 17.9 (8, 4, 1), 21.1
+# (16, 4, 1).
 ATTEND_WIDE = (8, 4, 1)
 BACKWARD_WIDE = (8, 8, 2)
 WIDE = 128
