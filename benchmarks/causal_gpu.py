@@ -96,7 +96,8 @@ GRIDS = {  # grid, heads, key heads, width, value width, masked
 }
 WAYS: dict[str, dict[str, Any]] = {
     "clusters": {"tail": TAIL},
-    "search and drawn keys": {"search": scram.Search(seed=3)},
+    "search and clusters": {"search": scram.Search(seed=3), "tail": TAIL},
+    "search and drawn keys": {"search": scram.Search(seed=3), "tail": scram.DrawnKeys()},
     "search alone": {"search": scram.Search(seed=3), "tail": None},
     "every key": {"search": None, "tail": None},
 }
@@ -300,7 +301,9 @@ def forward(options: Options) -> None:
     for name, tail in TAILS.items():
         used: Any = tail if isinstance(tail, str) or not stretch else scram.Clusters(**stretch, seed=0)
         ways[name] = partial(scram.attention, causal=True, tail=used)
-    ways["search and drawn keys"] = partial(scram.attention, causal=True, search=scram.Search(seed=0))
+    search = {"search": scram.Search(seed=0)}
+    ways["search and clusters"] = partial(scram.attention, causal=True, **search)
+    ways["search and drawn keys"] = partial(scram.attention, causal=True, **search, tail=scram.DrawnKeys())
     for backend in ("cudnn", "flash"):
         rows.put(backend, lambda which=BACKENDS[backend]: milliseconds(partial(dense, which), options.device))
     for name, call in ways.items():

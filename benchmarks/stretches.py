@@ -52,10 +52,14 @@ def seconds(call: Callable[[], Any]) -> float:
 
 def ways(positions: int) -> dict[str, dict[str, Any]]:
     """Options of `scram.attention`, by name."""
-    rows: dict[str, dict[str, Any]] = {"drawn keys": {"search": scram.Search(seed=0)}}
+    rows: dict[str, dict[str, Any]] = {"drawn keys": {"search": scram.Search(seed=0), "tail": scram.DrawnKeys()}}
     for part, count, keys in ((16, 32, 256), (8, 64, 256), (8, 64, 512), (8, 64, 1024), (8, 128, 512)):
         tail = scram.Clusters(count=count, keys=keys, stretch=positions // part, seed=0)
         rows[f"1/{part}, {count} clusters, {keys} keys"] = {"search": None, "tail": tail}
+    for matches in (1, 4):
+        search = scram.Search(matches=matches, separation=2 * (matches > 1), seed=0)
+        tail = scram.Clusters(count=64, keys=512, stretch=positions // 8, seed=0)
+        rows[f"1/8, 64 clusters, 512 keys, {matches} match{'es' * (matches > 1)}"] = {"search": search, "tail": tail}
     return rows
 
 

@@ -17,7 +17,7 @@ FOUR = scram.Search(matches=4, separation=2)
 SEARCHING: dict[str, dict[str, Any]] = {
     "windows": {"search": scram.Search(), "tail": None},
     "windows, 4 matches": {"search": FOUR, "tail": None},
-    "tail": {"search": scram.Search()},  # clusters; drawn keys under causal order
+    "tail": {"search": scram.Search()},  # clusters; in stored causal rows drawn keys, the default then
     "tail, 4 matches": {"search": FOUR},
     "tail, 4 matches, 2048 drawn": {"search": FOUR, "tail": scram.DrawnKeys(samples=2048)},
     "tail, fixed seed": {"search": scram.Search(seed=0), "tail": scram.Clusters(seed=0)},

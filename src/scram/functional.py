@@ -156,7 +156,7 @@ def attend(
         dropout_p: probability in [0, 1) that a weight is dropped after the softmax; lse is without it. In force
             whenever > 0, so pass 0 when evaluating; `torch.manual_seed` governs it.
         tail: a `Codebook` from `cluster`, made with the same score, scale and mask, or `Clusters`, which make one; only
-            for softmax without causal order. Gradients reach k and v through it too, where it has them. Dropout takes a
+            for softmax. Gradients reach k and v through it too, where it has them. Dropout takes a
             cluster for a key. Or `DrawnKeys`, keys drawn, for softmax: dropout takes a drawn key for itself, whatever
             it stands for.
         routes: which clusters of the codebook each tile attends key by key, from `route`; None: it chooses them.
@@ -390,8 +390,8 @@ def attention(
         radius: b, each match brings the (2b+1)^rank keys around it; an int or one per axis.
         tail: what stands for the keys outside the windows: `Clusters`, a `Codebook` from `cluster`, `DrawnKeys` (keys
             drawn), or None, the paper's sparse attention: nothing does. "auto" is Clusters; None for weight="mean" or
-            "relu" and callable scores. Clusters under causal order are those of stretches of positions, and take no
-            search: "auto" beside an explicit search is DrawnKeys there.
+            "relu" and callable scores. Clusters under causal order are those of stretches of positions; "auto" searches
+            nothing there.
         error: a budget in place of search and tail, such as 0.05: the first call of a kind (shapes, dtypes, device,
             options) runs `tune` on its tensors, which takes as long as dozens of calls, and all later ones its plan.
             It is not measured again until `clear_plans`. To save a plan, to check it on other tensors or to compile
@@ -514,8 +514,7 @@ def estimate(
         matches: where each query's attention peaks, from `search`; index [B, H, *G, kappa].
         method: `Clusters`, `DrawnKeys`, `Snis` or `MetropolisHastings`, with the number of clusters or samples.
         radius: of the windows that `Clusters` and `DrawnKeys` attend exactly; the others do not use it.
-        causal: a query may attend keys up to itself in row-major order (equal grids). Not with Clusters, which take
-            no windows then.
+        causal: a query may attend keys up to itself in row-major order (equal grids).
         key_mask: bool [B, *G'] or [B, H, *G'], True = may be attended.
         scale: factor on the score, > 0; default E**-0.5 for "dot", else 1.
         score: "dot", "cosine", "l2" (negative squared distance), or a callable (q [..., E], k [..., E]) -> [...].

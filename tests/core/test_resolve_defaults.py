@@ -1,5 +1,7 @@
 """What runs when nothing is said: dense attention on small grids, else a search with clusters; and its explanation."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -51,7 +53,6 @@ def test_the_tail_where_nothing_is_said():
         ("softmax", False, "dot"): CLUSTERS["cpu"],
         ("softmax", False, "l2"): CLUSTERS["cpu"],
         ("softmax", True, "dot"): CAUSAL_CLUSTERS["cpu"],
-        ("softmax", True, "dot", True): scram.DrawnKeys(),
         ("mean", False, "dot"): None,
         ("relu", True, "dot"): None,
         ("softmax", False, max): None,
@@ -72,18 +73,19 @@ def test_few_sweeps_where_a_search_starts_from_routed_keys():
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
-def test_beside_a_search_under_causal_order_keys_are_drawn_whatever_the_dropout(dropout_p):
+def test_clusters_of_stretches_stand_beside_a_search_under_causal_order(dropout_p):
     how = {"causal": True, "dropout_p": dropout_p, "radius": 0}
-    assert isinstance(scram.explain(LARGE, LARGE, LARGE, **how).tail, scram.Clusters)
-    assert scram.explain(LARGE, LARGE, LARGE, search=scram.Search(), **how).tail == scram.DrawnKeys()
-    q, search = torch.randn(1, 2, 8, 24, 16), scram.Search(seed=3)  # three tiles
+    tail = scram.explain(LARGE, LARGE, LARGE, **how).tail
+    assert isinstance(tail, scram.Clusters)
+    assert scram.explain(LARGE, LARGE, LARGE, search=scram.Search(), **how).tail == tail
+    q, search = torch.randn(1, 2, 8, 24, 16), scram.Search(seed=3)  # three stretches
     found = scram.search(q, q, search=search, causal=True)
+    tail = replace(CAUSAL_CLUSTERS["cpu"], seed=3)
     torch.manual_seed(5)
     out = scram.attention(q, q, q, search=search, **how)
     torch.manual_seed(5)
-    assert torch.equal(out, scram.attend(q, q, q, found, tail=scram.DrawnKeys(seed=3), **how).out)
-    torch.manual_seed(5)
-    assert not torch.allclose(out, scram.attend(q, q, q, found, **how).out)
+    book = scram.cluster(q, q, q, clusters=tail, causal=True)
+    assert torch.equal(out, scram.attend(q, q, q, found, tail=book, **how).out)
 
 
 def test_a_seed_of_the_search_governs_the_tail():
@@ -122,7 +124,6 @@ def test_with_enough_in_the_tail_a_search_is_exact(causal):
     [
         ({"tail": "clusters"}, "tail must be"),
         ({"search": "best"}, "search must be one of 'auto'"),
-        ({"tail": scram.Clusters(), "causal": True, "search": scram.Search()}, "take no windows"),
         ({"tail": scram.DrawnKeys(), "weight": "mean"}, "needs weight='softmax'"),
         ({"tail": scram.Snis()}, "tail must be"),
     ],

@@ -24,14 +24,12 @@ from .cost import keys_visited
 from .layout_hints import warn_about_layout
 from .tails.base import NO_TAIL, Kind, MadeFor, Tail, as_tail
 from .tails.clusters import Clusters, Codebook, check_budget
-from .tails.drawn import DrawnKeys
 
 # By device: what "auto" means. Sweeps start from routed keys.
 # On a GPU every key that is offered is read for all queries of a tile: fewer of them, where it costs least.
 SEARCHES = {"cpu": Search(sweeps=2), "cuda": Search(sweeps=2, propagate="shift", gossip=4)}
 CLUSTERS = {"cpu": Clusters(count=384, keys=768), "cuda": Clusters(count=384, keys=768)}
 CAUSAL_CLUSTERS = {"cpu": Clusters(count=64, keys=512), "cuda": Clusters(count=64, keys=512)}  # no search beside
-DRAWN_KEYS = DrawnKeys()
 MOST_REMEMBERED = 1000  # kinds of calls
 
 
@@ -189,15 +187,10 @@ def goes_dense(q: Tensor, k: Tensor, v: Tensor, request: Request) -> bool:
     return has_dense and request.is_automatic and dense_is_cheaper(q, k, v, request.causal)
 
 
-def default_tail(device: str, weight: Weight, causal: bool, score: Score, searches: bool = False) -> Tail:
-    """Clusters for softmax; no tail for other weights and callable scores.
-
-    Under causal order clusters take no windows: beside a search that was asked for (`searches`) keys are drawn.
-    """
+def default_tail(device: str, weight: Weight, causal: bool, score: Score) -> Tail:
+    """Clusters for softmax; no tail for other weights and callable scores."""
     if weight != "softmax" or callable(score):
         return NO_TAIL
-    if causal and searches:
-        return DRAWN_KEYS
     by_device = CAUSAL_CLUSTERS if causal else CLUSTERS
     return by_device.get(device, by_device["cpu"])
 
@@ -238,7 +231,7 @@ def resolve(q: Tensor, k: Tensor, v: Tensor | None, request: Request, *, attends
     has_windows = search is not None or request.matches is not None
     tail = as_tail(request.tail, checked.default_tail, windows=False)
     if tail is not checked.default_tail:
-        tail.check(tail_kind(request, has_windows))
+        tail.check(tail_kind(request))
         call = MadeFor(checked.radius, checked.scale, request.score, request.key_mask)
         tail.check_tensors("tail", q, k, v, call)
     _check_routing(q, search, tail, request)
@@ -262,6 +255,11 @@ def resolve(q: Tensor, k: Tensor, v: Tensor | None, request: Request, *, attends
 def _check_routing(q: Tensor, search: Search | None, tail: Tail, request: Request) -> None:
     """Routes and starts that a call names need a tail that has them."""
     check_start(search, tail)
+    if search is not None and search.start == "routed" and request.causal:
+        raise ValueError(
+            "Search(start='routed') is of calls without causal order: there each tile routes by queries before it; "
+            "pass start='auto'"
+        )
     if request.routes is not None and request.causal:
         raise ValueError("routes are of calls without causal order: there each tile routes by queries before it")
     if request.routes is not None:
@@ -279,11 +277,10 @@ def check_start(search: Search | None, tail: Tail) -> None:
         )
 
 
-def tail_kind(request: Request, has_windows: bool) -> Kind:
+def tail_kind(request: Request) -> Kind:
     """What a tail is checked against."""
     has_extra = request.extra is not None
-    own = (request.weight, request.causal, request.score, has_extra, request.dropout_p)
-    return Kind(*own, has_windows)
+    return Kind(request.weight, request.causal, request.score, has_extra, request.dropout_p)
 
 
 def automatic_search(device: str, tail: Tail, request: Request) -> Search | None:
@@ -309,7 +306,7 @@ def _checked_search(q: Tensor, k: Tensor, request: Request) -> Search | None:
         return None
     search = as_search(request.search)
     if isinstance(request.search, str) and isinstance(q, Tensor):
-        default = default_tail(q.device.type, request.weight, request.causal, request.score, request.searches)
+        default = default_tail(q.device.type, request.weight, request.causal, request.score)
         tail = as_tail(request.tail, default, windows=False)
         automatic = automatic_search(q.device.type, tail, request)
         if automatic is None:
@@ -408,7 +405,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Sea
     # A tile search keeps a number of matches that an engine may not take.
     tile_matches = search.matches if search is not None and search.method == "tile" else 0
     choice = (request.impl, q.device, q.dtype, request.score)
-    default = default_tail(q.device.type, request.weight, request.causal, request.score, request.searches)
+    default = default_tail(q.device.type, request.weight, request.causal, request.score)
     return _Checked(
         radius=radius,
         scale=default_scale(request.scale, q.shape[-1], request.score, request.weight),

@@ -61,7 +61,7 @@ def call_parts(stage: Stage[Any], q: Any, k: Any, v: Any, request: Request) -> A
 
 
 def _tail_of(q: Tensor, request: Request) -> Tail:
-    default = default_tail(q.device.type, request.weight, request.causal, request.score, request.searches)
+    default = default_tail(q.device.type, request.weight, request.causal, request.score)
     return as_tail(request.tail, default, windows=False)
 
 

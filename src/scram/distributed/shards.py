@@ -101,7 +101,7 @@ def checked(q: Any, k: Any, v: Any, request: Request, halo: int | None) -> Call:
     resolved = resolve(whole_q, whole_k, whole_v, local._replace(search=searched))
     if halo is not None:
         checks.whole("halo", halo, 0)
-    tail.check(tail_kind(request, search is not None or request.matches is not None))
+    tail.check(tail_kind(request))
     check_start(search, tail)
     check_warm_matches(request)
     if search is None and request.matches is None and tail is not NO_TAIL and not tail.stands_alone:
@@ -127,7 +127,7 @@ def checked(q: Any, k: Any, v: Any, request: Request, halo: int | None) -> Call:
 def _settings(q: Tensor, request: Request) -> tuple[Tail, Search | None]:
     """The tail and the search, with "auto" replaced; neither of them: attention over every key."""
     device = q.device.type
-    default = default_tail(device, request.weight, request.causal, request.score, request.searches)
+    default = default_tail(device, request.weight, request.causal, request.score)
     if request.search is None:
         return as_tail(request.tail, NO_TAIL if request.matches is None else default), None
     tail = as_tail(request.tail, default)

@@ -94,7 +94,7 @@ class GridAttention(Searching):
         checks.scale(scale)
         check_score(score)
         kind = Kind("softmax", causal, score, extra=False, dropout_p=dropout)
-        fits.tail(tail, search, kind._replace(has_windows=isinstance(search, Search)))
+        fits.tail(tail, search, kind)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.dropout = dropout

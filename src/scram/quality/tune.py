@@ -175,10 +175,7 @@ def ladder(
     score: Score = "dot",
     seed: int = 0,
 ) -> list[Setting]:
-    """The settings to try, from cheap to dear, without dense attention; what the call takes, see `default_tail`.
-
-    Under causal order clusters take no search; drawn keys stand beside one.
-    """
+    """The settings to try, from cheap to dear, without dense attention; what the call takes, see `default_tail`."""
     device = q.device.type
     family = default_tail(device, "softmax", causal, score)
     keys = math.prod(grid_of(k))
@@ -186,7 +183,8 @@ def ladder(
     pairs: list[tuple[Search | None, Tail | None]] = [(one, None)]
     if isinstance(family, Clusters) and causal:
         pairs += [(one, DrawnKeys(samples)) for samples in DrawnKeys.tuned_sizes[:2]]
-        pairs += [(None, replace(family, count=n, keys=m, seed=seed).in_order(keys)) for n, m in CAUSAL_TAILS]
+        tails = [replace(family, count=n, keys=m, seed=seed).in_order(keys) for n, m in CAUSAL_TAILS]
+        pairs += [*((None, tail) for tail in tails), (four, tails[-1])]
     elif isinstance(family, Clusters):
         tails = [replace(family, count=count, keys=budget, seed=seed) for count, budget in TAILS]
         few, several = (replace(search, sweeps=default_search(device, family).sweeps) for search in (one, four))

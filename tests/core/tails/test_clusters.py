@@ -368,11 +368,12 @@ def test_routed_starts_need_clusters_with_keys():
         lambda: scram.attention(q, k, v, search=search, tail=scram.Clusters(keys=0)),
         lambda: scram.attention(q, k, v, search=search, tail=scram.DrawnKeys()),
         lambda: scram.attention(q, k, v, search=search, weight="relu"),
-        lambda: scram.attention(q, q, q, search=search, causal=True),
         lambda: scram.explain(q, k, v, search=search, tail=None),
     ):
         with pytest.raises(ValueError, match=r"Search\(start='routed'\) needs clusters with keys .*scram\.Clusters\(k"):
             call()
+    with pytest.raises(ValueError, match=r"Search\(start='routed'\) is of calls without causal order"):
+        scram.attention(q, q, q, search=search, causal=True)
     with pytest.raises(ValueError, match="start must be one of 'auto', 'drawn', 'routed', got 'best'"):
         scram.Search(start="best")
     with pytest.raises(TypeError, match=r"codebook must be a scram\.Codebook"):

@@ -65,7 +65,7 @@ WRONG = [
     ({"scale": 0.5}, r"made for score='dot', scale=0.353553, the call has score='dot', scale=0.5"),
     ({"score": "cosine"}, r"scale"),
     ({"key_mask": torch.ones(2, 6, 7, dtype=torch.bool)}, r"made with another key_mask"),
-    ({"causal": True}, r"take no windows"),
+    ({"causal": True}, r"made without causal order"),
     ({"weight": "mean"}, r"weight='softmax'"),
     ({"weight": "relu"}, r"weight='softmax'"),
     ({"score": lambda q, k: (q * k).sum(-1)}, r"a score by name"),

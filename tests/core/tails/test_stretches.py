@@ -23,15 +23,18 @@ def relative_error(x, y):
     return float((x - y).norm() / y.norm())
 
 
-def attend(q, k, v, impl, tail=SMALL, **how):
-    return scram.attention(q, k, v, tail=tail, causal=True, impl=impl, return_lse=True, **how)
+def attend(q, k, v, impl, tail=SMALL, search=None, **how):
+    return scram.attention(q, k, v, search=search, tail=tail, causal=True, impl=impl, return_lse=True, **how)
 
 
 # --- the formula ---
 
 
-def plain_row(i, q, k, v, book, back, scale):
-    """out and lse of position i of one row, q [N, E], k [N, E], v [N, F], by the words of the docs."""
+def plain_row(i, q, k, v, book, back, scale, windows=()):
+    """out and lse of position i of one row, q [N, E], k [N, E], v [N, F], by the words of the docs.
+
+    `windows` are keys, of any stretch.
+    """
     stretch = book.label.shape[2]
     count = book.sizes.shape[2]
     own = i // stretch
@@ -65,15 +68,22 @@ def plain_row(i, q, k, v, book, back, scale):
             routed.add(clusters[n])
             left -= sizes[s][c]
 
+    alone = {j for j in windows if j < own * stretch and book.label[0, j // stretch, j % stretch] >= 0}
+    place = {j: (j // stretch, int(book.label[0, j // stretch, j % stretch])) for j in alone}
+    alone = {j for j in alone if place[j] not in routed}
     s_i = scale**2 * float((q[i] * q[i]) @ variance)
-    terms = [(scale * float(q[i] @ k[j]), v[j], False) for j in range(own * stretch, i + 1)]
+    terms = [(scale * float(q[i] @ k[j]), v[j], False) for j in alone]
+    terms += [(scale * float(q[i] @ k[j]), v[j], False) for j in range(own * stretch, i + 1)]
     for s, c in clusters:
         if (s, c) in routed:
             mine = [s * stretch + j for j in range(stretch) if int(book.label[0, s, j]) == c]
             terms += [(scale * float(q[i] @ k[j]), v[j], False) for j in mine]
         else:
+            left = sizes[s][c] - sum(place[j] == (s, c) for j in alone)
+            if not left:
+                continue
             raised = min(s_i * spread_of(s, c), 2) / 2
-            logit = scale * float(q[i] @ book.centers[0, s, c]) + math.log(sizes[s][c]) + raised
+            logit = scale * float(q[i] @ book.centers[0, s, c]) + math.log(left) + raised
             terms.append((logit, book.values[0, s, c], True))
     lse = torch.tensor([a for a, _, _ in terms]).logsumexp(0)
     out = sum(math.exp(a - lse) * value for a, value, _ in terms)
@@ -97,6 +107,34 @@ def test_the_formula_by_plain_loops(impl):
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_windows_beside_clusters_by_plain_loops(impl):
+    """Keys of windows in earlier stretches one by one, each once, and no more by their clusters."""
+    grid = (10, 23)
+    q, k, v = tensors(grid, heads=1, dtype=torch.float64)
+    index = torch.randint(-1, 230, (1, 1, *grid, 2), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    index[..., 1] = torch.where(torch.rand(grid, generator=torch.Generator().manual_seed(1)) < 0.5, index[..., 0], -1)
+    matches = scram.Matches(index, torch.zeros(index.shape), grid)
+    torch.set_default_dtype(torch.float64)
+    try:
+        book = scram.cluster(q, k, v, clusters=SMALL, causal=True)
+        out, lse = scram.attend(q, k, v, matches, tail=book, causal=True, radius=(1, 2), impl=impl)
+        flat = [x[0, 0].flatten(0, 1) for x in (q, k, v)]
+        for i in (5, 70, 100, 128, 200, 221, 229):
+            windows = {
+                y * 23 + x
+                for match in index.reshape(230, 2)[i].tolist()
+                for y in range(match // 23 - 1, match // 23 + 2)
+                for x in range(match % 23 - 2, match % 23 + 3)
+                if match >= 0 and 0 <= y < 10 and 0 <= x < 23
+            }
+            want, want_lse = plain_row(i, *flat, book, look_back(grid), 8**-0.5, windows)
+            torch.testing.assert_close(out[0, 0].flatten(0, 1)[i], want)
+            torch.testing.assert_close(lse[0, 0].flatten()[i], want_lse)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 # --- strictly causal ---
 
 FILLS = {
@@ -112,10 +150,11 @@ PROBLEMS = {
 }
 
 
+@pytest.mark.parametrize("search", [None, scram.Search(matches=2, sweeps=2, seed=4)], ids=["", "a search"])
 @pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize("impl", IMPLS)
-def test_nothing_later_matters_to_the_bit(impl, problem, fill):
+def test_nothing_later_matters_to_the_bit(impl, problem, fill, search):
     """Outputs, lse and gradients of the positions before p, whatever comes from p on; gradients there are 0."""
     grid, heads, key_heads, masked, dtype = PROBLEMS[problem]
     q, k, v = tensors(grid, heads, key_heads, dtype)
@@ -127,7 +166,7 @@ def test_nothing_later_matters_to_the_bit(impl, problem, fill):
     def run(p, inputs, mask):
         inputs = [x.detach().requires_grad_() for x in inputs]
         key_mask = None if mask is None else mask.unflatten(-1, grid)
-        out, lse = attend(*inputs, impl, key_mask=key_mask)
+        out, lse = attend(*inputs, impl, key_mask=key_mask, search=search)
         first = out.flatten(2, -2)[:, :, :p], lse.flatten(2)[:, :, :p]
         factor = torch.linspace(-1, 1, first[0].numel()).reshape(first[0].shape)
         loss = (first[0].float() * factor).sum() + torch.where(first[1].isfinite(), first[1], 0).sum()
@@ -176,12 +215,14 @@ def test_a_key_that_is_not_finite_reaches_its_own_stretch_alone(impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("score", ["dot", "cosine", "l2"])
-def test_one_cluster_a_key_is_exact(impl, score):
+@pytest.mark.parametrize("search", [None, scram.Search(seed=0)], ids=["", "a search"])
+def test_one_cluster_a_key_is_exact(impl, score, search):
     q, k, v = tensors((11, 18), 4, 2, torch.float64, batch=2)
     mask = torch.rand(2, 4, 11, 18, generator=torch.Generator().manual_seed(0)) < 0.8
     extra = tuple(x.flatten(2, 3)[:, :, :3] for x in (k, v))
     how = {"key_mask": mask, "score": score}
-    made = attend(q, k, v, impl, scram.Clusters(count=64, keys=0, stretch=64, seed=0), extra=extra, **how)
+    every = scram.Clusters(count=64, keys=0, stretch=64, seed=0)
+    made = attend(q, k, v, impl, every, search, extra=extra, **how)
     exact = scram.exact_attention(q, k, v, causal=True, **how)
     more = scram.exact_attention(q.flatten(2, 3), *extra, score=score)
     want = scram.merge(exact, scram.Attended(more.out.unflatten(2, (11, 18)), more.lse.unflatten(2, (11, 18))))
@@ -194,13 +235,17 @@ def test_a_grid_of_one_stretch_is_exact():
     torch.testing.assert_close(attend(q, k, v, "numba").out, scram.exact_attention(q, k, v, causal=True).out)
 
 
-def test_engines_agree_and_so_do_their_gradients():
+@pytest.mark.parametrize("matches", [None, scram.Matches.identity((12, 16))], ids=["", "windows"])
+def test_engines_agree_and_so_do_their_gradients(matches):
+    if matches is not None:  # around the keys two lines up
+        index = (matches.index - 32).clamp(min=-1).expand(1, 4, -1, -1, -1)
+        matches = scram.Matches(index, torch.zeros(index.shape), (12, 16))
     q, k, v = tensors((12, 16), 4, 2, torch.float64)
     tail = scram.cluster(q, k, v, clusters=SMALL, causal=True).detach()
     grads = {}
     for impl in IMPLS:
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-        out, lse = scram.attend(*inputs, None, tail=tail, causal=True, impl=impl)
+        out, lse = scram.attend(*inputs, matches, tail=tail, causal=True, impl=impl)
         (out.sin().sum() + lse.cos().sum()).backward()
         grads[impl] = [x.grad for x in inputs]
     for one, two in zip(*grads.values(), strict=True):
@@ -266,15 +311,12 @@ def test_the_default_under_causal_order():
     assert told.tail.count == CAUSAL_CLUSTERS["cpu"].count
     assert told.tail.stretch == default_stretch(128 * 128) <= 128 * 128 // 8
     assert told.scores < told.dense_scores / 2
-    assert scram.explain(x, x, x, causal=True, search=scram.Search()).tail == scram.DrawnKeys()
+    assert scram.explain(x, x, x, causal=True, search=scram.Search()).tail == told.tail
 
 
-MATCHES = scram.Matches.identity((8, 16))
 X = tensors((8, 16), 1, 1)[0]
 BOOK = scram.cluster(X, X, X, clusters=SMALL, causal=True)
 REFUSED = {
-    "search": (lambda: scram.attention(X, X, X, search=scram.Search(), tail=SMALL, causal=True), "take no windows"),
-    "matches": (lambda: scram.attend(X, X, X, MATCHES, tail=BOOK, causal=True), "take no windows"),
     "no order": (lambda: scram.attend(X, X, X, None, tail=BOOK), "made with causal order"),
     "order": (
         lambda: scram.attend(X, X, X, None, tail=scram.cluster(X, X, X, clusters=scram.Clusters(count=4)), causal=True),

@@ -145,7 +145,6 @@ class Kind(NamedTuple):
     score: Score
     extra: bool  # whether it has extra keys
     dropout_p: float
-    has_windows: bool = False  # around matches
 
 
 class MadeFor(NamedTuple):

@@ -285,7 +285,7 @@ class Codebook(Tail):
     def join(self, inputs: Inputs, index: Tensor | None, seed: Tensor | None, routes: Tensor | None = None) -> Attended:
         """The attention over the windows, over routed keys, and over clusters for all other keys."""
         if self.grid is not None:
-            return stretches.join(self, inputs)
+            return stretches.join(self, inputs, index)
         near = None
         if index is not None or inputs.num_extra:
             near = inputs.attend_windows(index, self.label if routes is not None else None, routes)
@@ -535,11 +535,6 @@ def check_clusters(kind: Kind) -> None:
     """Raise where a call cannot have clusters."""
     if kind.weight != "softmax" or callable(kind.score):
         raise ValueError("clusters of keys need weight='softmax' and a score by name; use tail=None")
-    if kind.causal and kind.has_windows:
-        raise ValueError(
-            "clusters of keys under causal order take no windows: a query attends its own stretch and routed keys "
-            "exactly; pass search=None, or tail=scram.DrawnKeys() beside a search"
-        )
 
 
 def check_codebook(name: str, q: Tensor, k: Tensor, v: Tensor | None, call: MadeFor, book: Codebook) -> None:

@@ -8,6 +8,7 @@ heads of their own to the engines: rows (h, s) of queries and of clusters.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...results import Attended
-from ...spec.grid import grid_of
+from ...spec.grid import coordinates, grid_of
 from ...spec.scoring import accumulator
 from ...spec.stretches import (
     complete_count,
@@ -102,6 +103,7 @@ class Clean(NamedTuple):
     k: Tensor  # [B, Hc, N, E]
     v: Tensor  # [B, Hc, N, F]
     key_mask: Tensor | None  # bool [B, Hc, N]
+    usable: Tensor  # bool [B, Hc, N], keys that may be attended and are finite
     broken: Tensor  # bool [B, H, N], queries that are not finite, or attend a key of their stretch that is not
 
     @staticmethod
@@ -118,12 +120,13 @@ class Clean(NamedTuple):
         heads = k.shape[1]
         before = joined(cut(wrong, stretch, heads).cumsum(2) > 0, q.shape[2], heads, heads)  # [B, Hc, N]
         whole = fine_features(q)  # [B, H, N]
-        keeps = (fine if mask is None else fine & mask).unsqueeze(-1)
+        usable = fine if mask is None else fine & mask
         return Clean(
             q=torch.where(whole.unsqueeze(-1), q, 0),
-            k=torch.where(keeps, k, 0),
-            v=torch.where(keeps, v, 0),
+            k=torch.where(usable.unsqueeze(-1), k, 0),
+            v=torch.where(usable.unsqueeze(-1), v, 0),
             key_mask=mask,
+            usable=usable,
             broken=~whole | before.repeat_interleave(q.shape[1] // max(heads, 1), 1),
         )
 
@@ -223,8 +226,34 @@ def global_label(label: Tensor, count: int, positions: int) -> Tensor:
     return F.pad(every, (0, positions - every.shape[2]), value=-1)
 
 
-def join(book: Codebook, inputs: Inputs) -> Attended:
-    """Attention of every query over the earlier keys of its stretch, and over earlier stretches by their clusters."""
+def window_keys(index: Tensor, radius: Sequence[int], clean: Clean, grid: tuple[int, ...], stretch: int) -> Tensor:
+    """The keys of earlier stretches in the windows of each query, one by one: int32 [B, H, N, W], -1 for none.
+
+    Those of its own stretch it attends anyway. A key that is masked or not finite is none.
+    """
+    _, heads, positions, _ = clean.q.shape
+    places = coordinates(index.flatten(2, -2), grid)  # of the centers [B, H, N, kappa]
+    steps = torch.cartesian_prod(*[torch.arange(-b, b + 1, device=index.device) for b in radius])
+    steps = steps.reshape(-1, len(grid))  # [V, rank]
+    inside = (index.flatten(2, -2) >= 0).unsqueeze(-1)  # [B, H, N, kappa, 1]
+    key = torch.zeros_like(places[0]).unsqueeze(-1)  # becomes [B, H, N, kappa, V]
+    for place, step, extent in zip(places, steps.unbind(1), grid, strict=True):
+        at = place.unsqueeze(-1) + step
+        inside = inside & (at >= 0) & (at < extent)
+        key = key * extent + at
+    first = torch.arange(positions, device=index.device) // stretch * stretch  # of the own stretch
+    inside = (inside & (key < first.reshape(-1, 1, 1))).flatten(3)  # [B, H, N, W]
+    key = torch.where(inside, key.flatten(3), 0)
+    usable = clean.usable.repeat_interleave(heads // clean.usable.shape[1], 1)  # [B, H, N]
+    inside = inside & usable.gather(2, key.flatten(2)).reshape(key.shape)
+    return torch.where(inside, key, -1).to(torch.int32)
+
+
+def join(book: Codebook, inputs: Inputs, index: Tensor | None = None) -> Attended:
+    """Attention of every query over the earlier keys of its stretch, and over earlier stretches by their clusters.
+
+    Beside windows around matches, index int32 [B, H, *G, kappa], their keys are attended one by one too.
+    """
     inputs = inputs.level()
     grid = grid_of(inputs.q)
     stretch = book.label.shape[2]
@@ -248,7 +277,8 @@ def join(book: Codebook, inputs: Inputs) -> Attended:
     )
     attended = ops.earlier(inputs.engine, own)
     if number > 1:
-        attended = _with_earlier_stretches(book, inputs, clean, q, numbers, attended)
+        windows = None if index is None else window_keys(index, inputs.radius, clean, grid, stretch)
+        attended = _with_earlier_stretches(book, inputs, clean, q, numbers, attended, windows)
     out, lse = (joined(x, positions, heads, rows) for x in attended)
     out = torch.where(clean.broken.unsqueeze(-1), torch.nan, out)
     lse = torch.where(clean.broken, torch.nan, lse)
@@ -257,14 +287,38 @@ def join(book: Codebook, inputs: Inputs) -> Attended:
 
 
 def _with_earlier_stretches(
-    book: Codebook, inputs: Inputs, clean: Clean, q: Tensor, numbers: Tensor, near: Attended
+    book: Codebook,
+    inputs: Inputs,
+    clean: Clean,
+    q: Tensor,
+    numbers: Tensor,
+    near: Attended,
+    windows: Tensor | None,
 ) -> Attended:
-    """`near`, of the folded queries q [B, Hc * n * g, S, E], joined with the clusters of earlier stretches."""
+    """`near`, of the folded queries q [B, Hc * n * g, S, E], joined with the clusters of earlier stretches.
+
+    Keys of windows, int32 [B, H, N, W], are windows of one key each.
+    """
     heads = clean.k.shape[1]
     stretch = q.shape[2]
     seen = visible(book, heads, clean.q.shape[2])
     rows = numbers if inputs.dropout_p else None
-    folded = inputs._replace(q=q, k=clean.k, v=clean.v, radius=(0,), shard=inputs.shard._replace(rows=rows))
+    folded = inputs._replace(
+        q=q,
+        k=clean.k,
+        v=clean.v,
+        k_extra=None,
+        v_extra=None,
+        key_mask=None,
+        causal=False,
+        radius=(0,),
+        shard=inputs.shard._replace(rows=rows),
+    )
     choosing = cut(earlier_queries(clean.q, look_back(grid_of(inputs.q)), stretch), stretch, heads)
     routed = seen.route(folded._replace(q=choosing.detach()))
-    return seen.beside(near, folded, routes=None if routed is None else routed.routes)
+    routes = None if routed is None else routed.routes
+    if windows is None:
+        return seen.beside(near, folded, routes=routes)
+    each = cut(windows + 1, stretch, heads) - 1  # what fills up the last stretch is no key
+    near = merge(near, folded.attend_windows(each, None if routes is None else seen.label, routes))
+    return seen.beside(near, folded, each, routes)
