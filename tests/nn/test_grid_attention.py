@@ -265,4 +265,6 @@ def test_decoding_needs_causal_order_and_no_search():
     with pytest.raises(ValueError, match="make the layer with causal=True"):
         GridAttention(16, 2).cache((8,))
     with pytest.raises(ValueError, match="a cache takes no search"):
-        GridAttention(16, 2, causal=True, search=scram.Search(), tail=None).cache((8,))
+        GridAttention(16, 2, causal=True, search=scram.Search()).cache((8,))
+    with pytest.raises(ValueError, match="decoding needs clusters, or every key"):
+        GridAttention(16, 2, causal=True, tail=None).cache((8,))

@@ -69,3 +69,47 @@ def test_block_trains_compiled_and_in_half(form):
     assert all(p.grad is not None for p in block.parameters())
     masked = torch.rand(2, 6, 7) < 0.5
     assert (block(x, key_mask=masked) != block(x)).any()
+
+
+TAIL = scram.Clusters(count=8, keys=16, stretch=64, seed=0)
+
+
+@pytest.mark.parametrize("form", NonLocalBlock.FORMS)
+@pytest.mark.parametrize("settings", [{}, {"search": scram.Search(seed=0)}, {"tail": TAIL}], ids=["", "search", "tail"])
+def test_in_causal_order_nothing_later_matters(form, settings):
+    if "tail" in settings and form in ("dot_product", "concatenation"):
+        settings = {"search": scram.Search(seed=0), "tail": None}
+    block = NonLocalBlock(6, form=form, norm=False, causal=True, **settings)
+    nn.init.normal_(block.out.weight)
+    x = torch.randn(2, 6, 10, 20)
+    changed = x.clone()
+    changed[:, :, 6:] = torch.nan
+    changed[:, :, 5, 7:] = 1e30
+    torch.manual_seed(0)
+    out = block(x)
+    torch.manual_seed(0)
+    other = block(changed)
+    assert torch.equal(other.flatten(2)[:, :, :107], out.flatten(2)[:, :, :107])
+    assert not torch.equal(other.flatten(2)[:, :, 107:], out.flatten(2)[:, :, 107:])
+
+
+@pytest.mark.parametrize("form", ["embedded_gaussian", "gaussian"])
+@pytest.mark.parametrize("grid", [(200,), (10, 20), (4, 5, 10)])
+def test_position_after_position_is_the_whole_call(form, grid):
+    block = NonLocalBlock(6, rank=len(grid), form=form, norm=False, causal=True, tail=TAIL).eval()
+    nn.init.normal_(block.out.weight)
+    x = torch.randn(2, 6, *grid)
+    cache = block.cache(grid)
+    rows = [block.decode(one, cache) for one in x.flatten(2).split([70, *[1] * 130], dim=2)]
+    torch.testing.assert_close(torch.cat(rows, 2), block(x).flatten(2), atol=2e-5, rtol=0)
+
+
+def test_what_cannot_be_causal_is_refused():
+    with pytest.raises(ValueError, match="batch normalization reads every position"):
+        NonLocalBlock(6, causal=True)
+    with pytest.raises(ValueError, match="decoding needs causal order"):
+        NonLocalBlock(6).cache((8, 8))
+    with pytest.raises(ValueError, match="decoding needs a form with softmax"):
+        NonLocalBlock(6, form="dot_product", norm=False, causal=True).cache((8, 8))
+    with pytest.raises(ValueError, match="decoding needs clusters, or every key"):
+        NonLocalBlock(6, norm=False, causal=True, tail=None).cache((8, 8))

@@ -167,3 +167,12 @@ def test_modules_print_themselves():
     assert "causal=False, radius=2, search=auto, tail=auto" in repr(GridAttention(12, 3, radius=2))
     assert "12, num_heads=3, causal=True, dense" in repr(GridAttention(12, 3, search=None, causal=True))
     assert "form='gaussian', radius=1" in repr(NonLocalBlock(4, form="gaussian"))
+
+
+def test_under_causal_order_kept_clusters_start_no_others():
+    """They may come from later keys; kept matches do start the search."""
+    layer = GridAttention(8, 2, causal=True, search=scram.Search(seed=0), keep_matches=True).eval()
+    x = torch.randn(1, 10, 20, 8)
+    first = layer(x)
+    assert layer.matches is not None
+    assert layer(x).shape == first.shape

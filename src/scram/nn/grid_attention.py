@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,12 +17,10 @@ from ..core.layout_hints import warn_about_tokens
 from ..core.pipeline import execute
 from ..core.resolve import Request
 from ..core.tails.base import Kind, Tail
-from ..core.tails.clusters import Clusters
 from ..functional import decode
 from ..options import Auto, Impl
 from ..results import Matches
 from ..settings import Score, Search
-from ..spec.schedule import TILE_QUERIES
 from ..spec.scoring import check_score
 from . import validate as fits
 from .searching import Searching
@@ -231,13 +228,7 @@ class GridAttention(Searching):
             grid: the extents of the final grid.
             half: as in `scram.Cache`.
         """
-        if not self.causal:
-            raise ValueError("decoding needs causal order: make the layer with causal=True")
-        search = self.search if isinstance(self.search, Search) else None
-        tail: Tail | Auto = "auto" if self.tail is None else self.tail
-        if self.is_dense:  # one stretch, of which every key is attended
-            tail = Clusters(stretch=-(-math.prod(checks.grid(grid)) // TILE_QUERIES) * TILE_QUERIES)
-        return Cache(grid, tail=tail, search=search, scale=self.scale, score=self.score, impl=self.impl, half=half)
+        return self._cache(grid, Request(causal=self.causal, scale=self.scale, score=self.score), half)
 
     @explains
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,13 +10,15 @@ from torch import Tensor, nn
 
 from ..core import checks, pipeline
 from ..core.bias import width_of
+from ..core.decoding import Cache
 from ..core.pipeline import Result, execute
 from ..core.resolve import Request, as_search
 from ..core.tails.base import Tail
-from ..core.tails.clusters import Codebook
+from ..core.tails.clusters import Clusters, Codebook
 from ..options import IMPLS, Auto, Impl
 from ..results import Matches
 from ..settings import Search
+from ..spec.schedule import TILE_QUERIES
 from ..spec.scoring import accumulator
 
 
@@ -95,6 +98,25 @@ class Searching(nn.Module):
             self.codebook = None if result.codebook is None else result.codebook.detach()
         return result
 
+    def _cache(self, grid: Sequence[int], request: Request, half: bool) -> Cache:
+        """A cache with the module's own settings; `request` has the other options."""
+        if not request.causal:
+            raise ValueError("decoding needs causal order: make the layer with causal=True")
+        tail = self.tail
+        if self.is_dense:  # one stretch, of which every key is attended
+            tail = Clusters(stretch=-(-math.prod(checks.grid(grid)) // TILE_QUERIES) * TILE_QUERIES)
+        if tail is None:
+            raise ValueError("decoding needs clusters, or every key: make the layer with tail='auto' or search=None")
+        return Cache(
+            grid,
+            tail=tail,
+            search=self.search,
+            scale=request.scale,
+            score=request.score,
+            impl=self.impl,
+            half=half,
+        )
+
     def _find(self, q: Tensor, k: Tensor, request: Request) -> Matches:
         """The search alone."""
         matches = execute(pipeline.search, q, k, None, self._searching(q, k, request))
@@ -112,8 +134,11 @@ class Searching(nn.Module):
         return request._replace(search=search, warm=warm, impl=self.impl, keeps_matches=self.keep_matches)
 
     def _kept_codebook(self, k: Tensor, v: Tensor, request: Request) -> Codebook | None:
-        """The clusters of the last call, where they are kept and fit k [B, Hk, *G', E] and v [B, Hk, *G', F]."""
-        kept = self.codebook if self._keeps() else None
+        """The clusters of the last call, where they are kept and fit k [B, Hk, *G', E] and v [B, Hk, *G', F].
+
+        Not under causal order: those of another call may come from later keys.
+        """
+        kept = self.codebook if self._keeps() and not request.causal else None
         if kept is None:
             return None
         if request.score == "dot":
