@@ -503,6 +503,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sam2-cuda": tables_models.sam2_cuda,
     "sam2-encoder": tables_models.sam2_encoder,
     "sam2-photographs": tables_models.sam2_photographs,
+    "sam2-settings": tables_models.sam2_settings,
     "sam2-short": tables_models.sam2_short,
     "modes": modes,
     "tune": tune,

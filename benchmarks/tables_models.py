@@ -174,33 +174,39 @@ def gmflow_layers_flow() -> str:
 
 SAM2_MACHINES = {"cpu": "one CPU core, float32, torch SDPA", "cuda": "H200, bfloat16, cuDNN attention"}
 SAM2_WAYS = {"dense": "dense", "default": "SCRAM, default", "0.05": "SCRAM, error 5 %", "0.02": "SCRAM, error 2 %"}
-SAM2_OF_A_SIZE = ("times", "tuned")  # rows that are of no photograph
+
+
+def is_photograph(name: str) -> bool:
+    """Whether a row of the model's quality has that name."""
+    return name not in ("times", "tuned") and not name.startswith("settings-")
 
 
 def sam2_photograph_rows(device: str, side: int) -> list[dict[str, Any]]:
     keys = {key: key.split() for key in table_cells.load("sam2")}
-    mine = [key for key, (x, y, name) in keys.items() if (x, y) == (device, str(side)) and name not in SAM2_OF_A_SIZE]
+    mine = [key for key, (x, y, name) in keys.items() if (x, y) == (device, str(side)) and is_photograph(name)]
     return [table_cells.load("sam2")[key] for key in mine]
 
 
 def sam2_sides(device: str, kind: str) -> list[int]:
-    """The sizes that have photographs and a row of that kind."""
+    """The sizes that have a row of that kind."""
     rows = table_cells.load("sam2")
     found = {int(key.split()[1]) for key in rows if key.startswith(f"{device} ")}
-    return [side for side in sorted(found) if f"{device} {side} {kind}" in rows and sam2_photograph_rows(device, side)]
+    return [side for side in sorted(found) if f"{device} {side} {kind}" in rows]
 
 
 def sam2_quality(photographs: list[dict[str, Any]], way: str) -> tuple[str, str]:
     """The mean error of the embedding, and the mean IoU of all masks and the worst of them."""
     errors = [row[way]["embedding_error"] for row in photographs]
     shares = [value for row in photographs for value in row[way]["iou"]]
+    if not shares:
+        return "", ""
     return share(sum(errors) / len(errors)), f"{digits([sum(shares) / len(shares)])}, {digits([min(shares)])}"
 
 
 def sam2_size(device: str, side: int, row: dict[str, Any]) -> tuple[str, ...]:
     photographs = sam2_photograph_rows(device, side)
     points = sum(one["sure"] for one in photographs)
-    return f"{side}, {BY.join(map(str, row['tokens']))}", f"{len(photographs)}, {points}"
+    return f"{side}, {BY.join(map(str, row['tokens']))}", f"{len(photographs)}, {points}" if photographs else ""
 
 
 SAM2_HEAD = ("pixels, tokens", "photographs, points", "global layers", "dense", "SCRAM", "times faster")
@@ -261,6 +267,25 @@ def sam2_encoder() -> str:
     return table(head, *lines) if lines else table_cells.NOT_MEASURED
 
 
+def sam2_settings() -> str:
+    """docs/sam2: the global layers by clusters alone on a GPU, of each photograph and size."""
+    lines = []
+    for key, row in table_cells.load("sam2").items():
+        device, side, name = key.split()
+        if device != "cuda" or not name.startswith("settings-"):
+            continue
+        layers = {int(label.split()[0]) for label in row if label.endswith(" dense")}
+        dense = sum(row[f"{layer} dense"]["seconds"] for layer in layers)
+        for setting in dict.fromkeys(label.split()[1] for label in row if "+" in label):
+            mine = [row[f"{layer} {setting}"] for layer in sorted(layers)]
+            seconds = sum(one["seconds"] for one in mine)
+            errors = digits(one["p95"][0] for one in mine)
+            shown = setting.replace("+", " + ")
+            lines.append((side, name.split("-")[1], shown, time(seconds), f"{dense / seconds:.3g}", errors))
+    head = ("pixels", "photograph", "clusters + keys", "three layers", "times faster than cuDNN", "errors by layer")
+    return table(head, *lines) if lines else table_cells.NOT_MEASURED
+
+
 def sam2_short() -> str:
     """README: dense attention and an error of 5 %."""
     rows = {"cpu": sam2_tuned("cpu", ("0.05",)), "cuda": sam2_timed("cuda", ("0.05",))}
@@ -277,7 +302,7 @@ def sam2_photographs() -> str:
     lines = []
     for key, row in table_cells.load("sam2").items():
         device, side, name = key.split()
-        if name in SAM2_OF_A_SIZE:
+        if not is_photograph(name):
             continue
         cells = []
         for way in ("default", "0.05", "0.02"):

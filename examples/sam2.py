@@ -38,6 +38,7 @@ import scram
 from scram.cli.provenance import made_with
 from scram.cli.rivals import default_setting
 from scram.quality.timing import clock
+from scram.quality.truth import Truth
 
 DECODER = "dist/sam2_hiera_tiny_decoder_pr1.onnx"
 PLACES = "/pe_layer/Constant_output_0"  # of the decoder: where its 64 x 64 tokens lie, -1..1
@@ -59,7 +60,9 @@ PHOTOGRAPHS = ("astronaut", "chelsea", *FILES)
 SIDES = (1024, 1792, 2048)
 BUDGETS = (0.05, 0.02)
 WAYS = ("default", *(f"{budget:g}" for budget in BUDGETS))
-PARTS = ("tuned", "quality", "times")
+PARTS = ("tuned", "quality", "times", "settings")
+SETTINGS = ((512, 1024), (1024, 2048), (1024, 4096), (1024, 6144))  # clusters and keys, where there are more keys
+QUERIES = 2048  # of each head, whose errors are measured there
 POINTS = 5  # along a side: prompts are in the middles of 5 x 5 cells
 SURE = 0.9  # predicted IoU of the dense model's mask, from which a point counts
 AT_ONCE = 5  # points that the decoder takes at a time
@@ -270,6 +273,30 @@ def times(model: Model, picture: Tensor, plans: Plans, rounds: int = ROUNDS) -> 
     return row | {"chosen": {f"{budget:g}": settings for budget, settings in chosen.items()}}
 
 
+def settings(model: Model, picture: Tensor) -> Row:
+    """Time and error of each global layer by clusters alone, and the time of dense attention, on a picture.
+
+    The error is that of `scram.tune`: the 95th percentile over queries of the worst head.
+    """
+    row: Row = {}
+
+    def measured(number: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        truth = Truth.of(q, k, v, num_queries=QUERIES)
+        time, exact = clock(partial(hiera.dense, number, q, k, v), q.device)
+        row["tokens"] = list(q.shape[2:-1])
+        row[f"{number} dense"] = {"seconds": time.seconds}
+        for count, keys in SETTINGS:
+            if count + keys < k[0, 0, ..., 0].numel():
+                clusters = scram.Clusters(count=count, keys=keys, seed=0)
+                time, out = clock(partial(scram.attention, q, k, v, search=None, tail=clusters), q.device)
+                value, low, high = truth.errors(out).worst
+                row[f"{number} {count}+{keys}"] = {"seconds": time.seconds, "p95": [value, low, high]}
+        return exact
+
+    model.encoder.trunk(picture, measured)
+    return row
+
+
 def tuned_times(plans: Plans, side: int) -> Row:
     """Seconds of the global layers as `scram.tune` took them on its photograph: two runs that agree, of each layer."""
     grid = (side // 16, side // 16)
@@ -297,12 +324,14 @@ def measure(
     """A row for each size and photograph, and one of times for each size; `plans` gets what was tuned."""
     for side in sides:
         tokens = f"{side // 16}x{side // 16}"
-        if f"{BUDGETS[0]:g} {tokens} {hiera.GLOBAL[0]}" not in plans:
+        if parts != ["settings"] and f"{BUDGETS[0]:g} {tokens} {hiera.GLOBAL[0]}" not in plans:
             plans.update(tuned(model, picture(TUNED, side).to(device)))
         if "tuned" in parts:
             yield f"{device} {side} tuned", tuned_times(plans, side)
         if "times" in parts:
             yield f"{device} {side} times", times(model, picture(names[0], side).to(device), plans, rounds)
+        for name in (TUNED, names[0]) if "settings" in parts else ():
+            yield f"{device} {side} settings-{name}", settings(model, picture(name, side).to(device))
         for name in names if "quality" in parts else ():
             yield f"{device} {side} {name}", quality(model, picture(name, side).to(device), plans)
 

@@ -244,6 +244,7 @@ def test_rows_of_a_photograph_and_of_times(model, monkeypatch, tmp_path):
     """Small grids are tuned to dense attention, which is exact; the default settings are not."""
     pictures = {name: torch.rand(1, 3, 128, 128) for name in (example.TUNED, "astronaut")}
     plans = {}
+    monkeypatch.setattr(example, "SETTINGS", ((8, 16), (512, 1024)))  # the second visits more keys than there are
     rows = dict(
         example.measure(
             model, [128], ["astronaut"], list(example.PARTS), "cpu", plans, lambda name, side: pictures[name], 1
@@ -262,6 +263,9 @@ def test_rows_of_a_photograph_and_of_times(model, monkeypatch, tmp_path):
     tuned = rows["cpu 128 tuned"]
     assert tuned["chosen"] == times["chosen"]
     assert 0 < tuned["0.02"]["layers"] == tuned["0.02"]["dense"]  # the plan is dense attention
+    alone = rows["cpu 128 settings-astronaut"]
+    assert {name for name in alone if "+" in name} == {f"{number} 8+16" for number in (5, 7, 9)}
+    assert all(alone[f"{number} 8+16"]["p95"][0] > 0 < alone[f"{number} dense"]["seconds"] for number in (5, 7, 9))
     drawn = tmp_path / "picture.jpg"
     example.draw(model, pictures["astronaut"], plans, tuned, drawn)
     assert drawn.stat().st_size > 1000
