@@ -148,37 +148,37 @@ def of_offsets(
 ) -> Bias:
     """`relative` of a table that was checked; at most `most` features, whatever their error."""
     full = _by_offset(table.detach().double(), grid, key_grid)
-    found = [_of_table(one, grid, key_grid, rank, error, most) for one in full]
-    return _joined(found, grid, key_grid, torch.float64 if table.dtype == torch.float64 else torch.float32)
+    by_head = [_of_table(one, grid, key_grid, rank, error, most) for one in full]
+    return _joined(by_head, grid, key_grid, torch.float64 if table.dtype == torch.float64 else torch.float32)
 
 
 def low_rank(
     pairs: Tensor, grid: tuple[int, ...], key_grid: tuple[int, ...], *, error: float = ERROR, most: int
 ) -> Bias:
     """Factors of the bias [H, N, M] of all pairs: at most `most` features, as few as `error` needs."""
-    found = []
+    by_head = []
     for one in pairs.double():
         start = _directions(one.shape[1], min(most + SPARE, *one.shape), one)
         left, values, right = _subspace(partial(torch.matmul, one), partial(torch.matmul, one.mT), start)
         rest = (one.square().sum() - values.square().sum()).clamp(min=0)
-        found.append(_fewest(left, values, right, rest, None, error, most))
-    return _joined(found, grid, key_grid, torch.float32)
+        by_head.append(_fewest(left, values, right, rest, None, error, most))
+    return _joined(by_head, grid, key_grid, torch.float32)
 
 
 Factors = tuple[Tensor, Tensor, float]  # a [N, r] and b [M, r] of one head, and their root mean square error
 
 
-def _joined(found: list[Factors], grid: tuple[int, ...], key_grid: tuple[int, ...], dtype: torch.dtype) -> Bias:
+def _joined(by_head: list[Factors], grid: tuple[int, ...], key_grid: tuple[int, ...], dtype: torch.dtype) -> Bias:
     """The factors of all heads, as wide as the widest."""
-    width = max(left.shape[-1] for left, _, _ in found)
+    width = max(left.shape[-1] for left, _, _ in by_head)
     a, b = (
         torch.stack([torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in factors])
-        for factors in ([left for left, _, _ in found], [right for _, right, _ in found])
+        for factors in ([left for left, _, _ in by_head], [right for _, right, _ in by_head])
     )
     return Bias(
         a.reshape(1, -1, *grid, width).to(dtype),
         b.reshape(1, -1, *key_grid, width).to(dtype),
-        max(off for _, _, off in found),
+        max(off for _, _, off in by_head),
     )
 
 

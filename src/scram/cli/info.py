@@ -91,12 +91,12 @@ def caches() -> list[Numbers]:
 
 def _state(folder: Path, variable: str) -> str:
     """Whether files can be written into a folder, or into the one that it will be made in; the files' size."""
-    there = folder
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    if not os.access(there, os.W_OK):
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not os.access(existing, os.W_OK):
         return f"cannot be written; name another folder in {variable}"
-    if there is not folder:
+    if existing is not folder:
         return "empty: kernels are compiled at the first call"
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return f"{size / 2**20:.0f} MiB"

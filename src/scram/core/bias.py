@@ -154,8 +154,8 @@ def _of_extra(x: Any, b: Tensor, k: Tensor, k_extra: Tensor, q: Tensor) -> Tenso
     _check("b_extra", x, q, heads, (k_extra.shape[2],), "X")
     if x.shape[-1] != b.shape[-1]:
         raise ValueError(f"b_extra must have the last axis of b, {b.shape[-1]}, got {x.shape[-1]}")
-    made: Tensor = x
-    return made
+    checked: Tensor = x
+    return checked
 
 
 def _check(name: str, x: Any, q: Tensor, heads: tuple[int, ...], grid: tuple[int, ...], axes: str) -> None:

@@ -65,15 +65,15 @@ def pyramid(k: Tensor, levels: int) -> list[Tensor]:
             f"levels must be at most {least.bit_length()} for a key grid of {grid_of(k)}, got {levels}: "
             "each level halves the grid"
         )
-    made = [k]
+    means = [k]
     mean = k.to(accumulator(k.dtype))
     for _ in range(levels - 1):
         for axis in range(2, k.ndim - 1):
             pairs = mean.shape[axis] // 2
             even = mean.narrow(axis, 0, 2 * pairs)
             mean = even.reshape(*mean.shape[:axis], pairs, 2, *mean.shape[axis + 1 :]).mean(axis + 1)
-        made.append(mean.to(k.dtype))
-    return made
+        means.append(mean.to(k.dtype))
+    return means
 
 
 def lookup(q: Tensor, levels: Sequence[Tensor], coords: Tensor, radius: int, impl: Impl = "auto") -> Tensor:

@@ -109,9 +109,9 @@ def look() -> None:
     if not pending or _captures():
         return
     with _lock:
-        there = [x for x in pending if x.is_there()]
-        pending[:] = [x for x in pending if not any(x is one for one in there)]
-    for measured in there:
+        ready = [x for x in pending if x.is_there()]
+        pending[:] = [x for x in pending if not any(x is one for one in ready)]
+    for measured in ready:
         _report(measured)
 
 

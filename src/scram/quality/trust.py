@@ -220,7 +220,7 @@ def trust(
     if search is None:
         raise ValueError("trust looks at what windows miss, so it searches; scram.tune tries tails without a search")
     as_search(search)
-    said = {
+    options = {
         "causal": causal,
         "scale": scale,
         "score": score,
@@ -231,7 +231,7 @@ def trust(
     if bias is None:
         pair = extra  # type: ignore[assignment]  # checked below
     else:
-        said["grouped"] = q.shape[1] != k.shape[1]
+        options["grouped"] = q.shape[1] != k.shape[1]
         wide = widened(q, k, v, bias, scale=scale, score=score, causal=causal, extra=extra)
         assert wide.v is not None
         q, k, v, pair, scale = wide.q, wide.k, wide.v, wide.extra, wide.scale
@@ -283,7 +283,7 @@ def trust(
         setting=setting,
         error=float(error),
         better=None,
-        arguments={"grouped": q.shape[1] != k.shape[1], **said},
+        arguments={"grouped": q.shape[1] != k.shape[1], **options},
         cost=keys_visited(q, k, settings, window, resolved.tail, score, causal, kappa),
     )
     if summary.verdict == "dense" and _least(summary.recall.value) < LEAST_RECALL:

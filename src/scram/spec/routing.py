@@ -141,10 +141,10 @@ def routed_start(call: RoutedStartCall) -> Found:
         cluster = ended.cumsum(0).clamp(max=len(end) - 1)  # [M], of each place in the order
         order = call.order.flatten(0, 1)[source].long()
         tiles = []
-        for tile, mine in enumerate(member):
+        for tile, some in enumerate(member):
             in_run = chosen[row, tile][cluster] & (place < end[-1])
             routed = torch.zeros_like(in_run).scatter(0, order, in_run)  # [M]
-            s = q_rows[row, mine.clamp(min=0)].to(wide) @ k.T  # [64, M]
+            s = q_rows[row, some.clamp(min=0)].to(wide) @ k.T  # [64, M]
             tiles.append(torch.where(routed & ~s.isnan(), s, -math.inf).max(1))
         score = torch.cat([best.values for best in tiles])  # [T * 64]
         index = torch.where(score > -math.inf, torch.cat([best.indices for best in tiles]), -1)

@@ -91,7 +91,7 @@ def started(call: ClusterCall, k: Array, v: Array, usable: Array | None, workers
         queries=len(q) // number,
         scale=call.scale,
     )
-    made = Start(
+    begun = Start(
         k=np.empty((number * size, width), dtype),
         v=np.empty((number * size, v.shape[1]), dtype),
         place=np.empty((number, size), np.int32),
@@ -106,11 +106,11 @@ def started(call: ClusterCall, k: Array, v: Array, usable: Array | None, workers
         columns=aligned((workers, width + 2, START_QUERIES), dtype, zeros=True),
         paid=aligned((workers, size, START_QUERIES), dtype),
     )
-    _pass(workers, turns(workers), DRAW, source, made, scratch)
-    made.mean[:] = made.sums.sum(1) / dtype.type(size)
-    _pass(workers, turns(workers), SPREAD, source, made, scratch)
-    _pass(workers, turns(workers), METRIC, source, made, scratch)
-    return made
+    _pass(workers, turns(workers), DRAW, source, begun, scratch)
+    begun.mean[:] = begun.sums.sum(1) / dtype.type(size)
+    _pass(workers, turns(workers), SPREAD, source, begun, scratch)
+    _pass(workers, turns(workers), METRIC, source, begun, scratch)
+    return begun
 
 
 def states_of(call: ClusterCall) -> Array:

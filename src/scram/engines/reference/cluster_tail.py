@@ -74,9 +74,9 @@ def cluster_tail(call: ClusterTailCall) -> Attended:
             key = row.new_zeros(len(at), 0)
             exists = key > 0
         else:
-            mine = chosen[row, tile_of(query, grid)]  # [n, C]
-            some = some & ~mine
-            key, exists = _routed_keys(call, mine, source)  # [n, K]
+            routed = chosen[row, tile_of(query, grid)]  # [n, C]
+            some = some & ~routed
+            key, exists = _routed_keys(call, routed, source)  # [n, K]
         key_source = key_row(row, heads, key_heads).unsqueeze(-1) * keys + key
         # What does not count is zero before it is multiplied: 0 * NaN is NaN.
         k_gathered = torch.where(exists.unsqueeze(-1), k[key_source], 0)  # [n, K, E]
