@@ -19,6 +19,7 @@ PAPER = scram.Search.paper(seed=5)
 JUNK = (float("nan"), float("inf"), float("-inf"), 1e30)
 DRAWN = scram.DrawnKeys(samples=24, seed=3)
 CELLS = scram.DrawnKeys(samples=24, stratified=True, seed=3)
+STRETCHES = scram.Clusters(count=8, keys=20, stretch=64, seed=3)
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,12 @@ CALLS = {
     "attention": attention(search=SEARCH),
     "attention of windows": attention(search=PAPER, tail=None, score="l2"),
     "attention with drawn keys": attention(search=SEARCH, tail=CELLS),
+    "clusters": attention(search=None, tail=STRETCHES),
+    "clusters without a mask": attention(
+        masked=False, search=None, tail=replace(STRETCHES, count=4, keys=0), score="l2"
+    ),
+    "clusters beside a search": attention(search=SEARCH, tail=STRETCHES),
+    "clusters around matches": attended(STRETCHES, radius=2),
     "local": near,
     "drawn keys": estimated(DRAWN),
     "drawn keys of cells": estimated(CELLS),
@@ -233,6 +240,7 @@ DENSE = {
     "a patched call": patched,
     "module": module(),
     "module that searches": module(search=SEARCH),
+    "module of clusters": module(search=None, tail=STRETCHES),
 }
 
 

@@ -1,6 +1,7 @@
 """One position after another: the rows of the whole call, across borders and files; what is refused."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -47,6 +48,27 @@ def test_decoding_is_the_rows_of_the_whole_call(problem, prompt, tmp_path):
             cache.save(tmp_path / "cache.safetensors")
             cache = scram.Cache.load(tmp_path / "cache.safetensors")
     torch.testing.assert_close(torch.cat(rows, 2), whole(q, k, v, grid, mask, **how), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(3))
+def test_parts_of_any_length_are_the_rows_of_the_whole_call(seed, dtype, tmp_path):
+    """Cut anywhere, saved and loaded after any of them."""
+    chance = torch.Generator().manual_seed(seed)
+    q, k, v = tensors((200,), 4, 2, dtype)
+    cuts = sorted(torch.randperm(199, generator=chance)[: 2 + 4 * seed].add(1).tolist())
+    saved = int(torch.randint(len(cuts), (), generator=chance))
+    cache = scram.Cache((200,), tail=TAIL)
+    rows = []
+    for n, (begin, end) in enumerate(pairwise([0, *cuts, 200])):
+        new = [x[:, :, begin:end] for x in (q, k, v)]
+        cache.append(*new)
+        rows.append(scram.decode(new[0], cache))
+        if n == saved:
+            cache.save(tmp_path / "cache.safetensors")
+            cache = scram.Cache.load(tmp_path / "cache.safetensors")
+    far = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(torch.cat(rows, 2), whole(q, k, v, (200,)), atol=far, rtol=far if far > 1e-5 else 0)
 
 
 def test_the_lse_and_extra_keys():

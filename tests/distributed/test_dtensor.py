@@ -23,8 +23,16 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equals_one_process(layout):
-    for how in ("clusters", "drawn", "tile", "causal") if layout == "4 both" else ("clusters", "drawn"):
+    for how in (
+        ("clusters", "drawn", "tile", "causal", "causal, drawn") if layout == "4 both" else ("clusters", "drawn")
+    ):
         on_ranks(int(layout[0]), jobs.attention, how=how, **LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("place", ["batch", "heads"])
+def test_nothing_later_matters_to_the_bit(place):
+    for how in ("causal", "causal, drawn", "causal clusters"):
+        on_ranks(2, jobs.later_positions, place=place, how=how)
 
 
 @pytest.mark.parametrize("how", ["clusters", "clusters alone"])

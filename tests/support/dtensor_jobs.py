@@ -24,6 +24,8 @@ HOW = {
     "nothing": {"search": SEARCH, "tail": None},
     "tile": {"search": scram.Search("tile", sweeps=2, seed=3), "tail": None},
     "causal": {"search": SEARCH, "causal": True},
+    "causal, drawn": {"search": SEARCH, "tail": scram.DrawnKeys(samples=6), "causal": True},
+    "causal clusters": {"search": None, "tail": scram.Clusters(count=7, keys=8, stretch=64, seed=3), "causal": True},
     "no seed": {"search": scram.Search("query", sweeps=2), "tail": CLUSTERS},
     "dense": {},
 }
@@ -119,6 +121,36 @@ def attention(
         assert_equal(out, want.detach(), places)
     for found, grad in zip(own_grads, grads, strict=True):
         torch.testing.assert_close(full(found), grad, atol=1e-4, rtol=1e-4)
+
+
+def later_positions(mesh, place, how, grid=(9, 10)):
+    """Everything after a position is replaced: output and gradients up to it keep their bits, later inputs get none.
+
+    By DTensors, and by rows of the grid that are exchanged for heads.
+    """
+    whole = [x.detach() for x in whole_numbers(grid=grid)]
+    rank = dist.get_rank()
+    lines = [list(range(grid[0]))[n :: mesh.size()] for n in range(mesh.size())]
+    split = [len(x) for x in lines]
+    for at, junk in ((20, torch.nan), (70, 1e30), (71, torch.inf)):
+        later = (torch.arange(90) >= at).reshape(*grid, 1)
+        found = []
+        if how == "causal, drawn":  # through windows what is not finite reaches gradients
+            junk = 5.0
+        for tensors in (whole, [torch.where(later, junk, x) for x in whole]):
+            torch.manual_seed(7)  # of all ranks
+            own = [placed(x.clone().requires_grad_(), mesh, [PLACES[place]]) for x in tensors]
+            out = scram.attention(*own, **HOW[how]).to_local().flatten(2, 3)[:, :, :at]
+            grads = torch.autograd.grad(out.sin().sum(), own)
+            grads = [x.to_local().flatten(2, 3) for x in grads]
+            assert not any(x[:, :, at:].any() for x in grads)
+            rows = [x.split(split, 2)[rank].contiguous() for x in tensors]
+            torch.manual_seed(7)
+            line = scram.distributed.attention(*rows, mesh=mesh, mode="heads", **HOW[how]).flatten(2, 3)
+            begin = sum(split[:rank]) * grid[1]
+            found.append([out, *(x[:, :, :at] for x in grads), line[:, :, : max(0, at - begin)]])
+        for one, two in zip(*found, strict=True):
+            assert torch.equal(one, two), (at, junk)
 
 
 def stages(mesh, place, shape=None, batch=2, heads=4, key_heads=2, mask="keys", impl="auto"):

@@ -7,7 +7,7 @@ import torch
 
 import scram
 from scram.core.resolve import CAUSAL_CLUSTERS
-from scram.spec.stretches import complete_count, default_stretch, look_back
+from scram.spec.stretches import complete_count, default_stretch, fine_features, fine_values, look_back
 
 IMPLS = ("reference", "numba")
 SMALL = scram.Clusters(count=8, keys=40, stretch=64, seed=3)
@@ -184,6 +184,28 @@ def test_nothing_later_matters_to_the_bit(impl, problem, fill, search):
         for one, two in zip(before, after, strict=True):
             assert torch.equal(one[:, :, :p], two[:, :, :p])
         assert all(bool((x[:, :, p:] == 0).all()) for x in after[2:])
+
+
+@pytest.mark.parametrize("large", [1e9, 1e30, torch.inf])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_large_keys_of_one_stretch_reach_no_clusters_of_another(impl, large):
+    """Nor of another batch entry: keys without a label are read beside those that have one."""
+    q, k, v = tensors((480,), heads=1, width=16, value_width=24, batch=2)
+    changed = k.clone()
+    changed[:, :, 83:] = large
+    books = [scram.cluster(q, x, v, clusters=SMALL, causal=True, impl=impl) for x in (k, changed)]
+    for name in ("centers", "values", "sizes", "label", "variance", "spreads", "slope"):
+        one, two = (getattr(book, name)[:, 0] for book in books)
+        assert torch.equal(one, two), name
+    out = [attend(q, x, v, impl).out[:, :, :83] for x in (k, changed)]
+    assert torch.equal(*out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_what_counts_as_finite(dtype):
+    large = min(2.0**30, torch.finfo(dtype).max)
+    x = torch.tensor([[1, -large], [1, torch.inf], [-torch.inf, 1], [torch.nan, 1]], dtype=dtype)
+    assert fine_features(x).tolist() == fine_values(x).tolist() == [True, False, False, False]
 
 
 def test_other_positions_do_matter():
