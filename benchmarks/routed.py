@@ -52,7 +52,7 @@ def settings(seed: int) -> dict[str, Setting]:
     for count, keys in ((256, 512), (512, 1152)):
         every[f"{count}+{keys}, 4 matches"] = (search(2, 4), scram.Clusters(count=count, keys=keys, seed=seed))
     every["256+0"] = (None, scram.Clusters(count=256, keys=0, seed=seed))
-    for size in ("256+0", "256+512", "512+1152, 1 sweeps"):
+    for size in ("256+0", "256+512", "512+1152, 2 sweeps"):
         searched, tail = every[size]
         for name, (first, second) in TERMS.items():
             every[f"{size}, {name}"] = (searched, replace(tail, first_order=first, second_order=second))

@@ -19,13 +19,13 @@ def test_sharp_and_coherent_is_sparse():
 
 
 def test_diffuse_is_for_the_tail():
-    found = scram.trust(*diffuse(heads=2, size=40), search=SEARCH)
+    found = scram.trust(*diffuse(heads=2, size=48), search=SEARCH)
     assert found.verdicts == [["tail"] * 4]
     off = 100 * float(found.tail_p95_error.value.max())
     assert "use the tail: in the worst head 95 % of the queries are at most" in found.reason
-    assert f"off with the windows alone, {off:.1f} % with 384 clusters + 768 keys" in str(found)
+    assert f"off with the windows alone, {off:.1f} % with 512 clusters + 1152 keys" in str(found)
     assert (
-        found.code == "scram.attention(q, k, v, search=scram.Search(seed=0), tail=scram.Clusters(count=384, keys=768))"
+        found.code == "scram.attention(q, k, v, search=scram.Search(seed=0), tail=scram.Clusters(count=512, keys=1152))"
     )
     head = str(found).splitlines()[2]
     for interval in (found.median_error, found.tail_median_error, found.tail_p95_error):

@@ -28,7 +28,7 @@ from .tails.clusters import Clusters, Codebook, check_budget
 # By device: what "auto" means. Sweeps start from routed keys.
 # On a GPU every key that is offered is read for all queries of a tile: fewer of them, where it costs least.
 SEARCHES = {"cpu": Search(sweeps=2), "cuda": Search(sweeps=2, propagate="shift", gossip=4)}
-CLUSTERS = {"cpu": Clusters(count=384, keys=768), "cuda": Clusters(count=384, keys=768)}
+CLUSTERS = {"cpu": Clusters(count=512, keys=1152), "cuda": Clusters(count=384, keys=768)}
 CAUSAL_CLUSTERS = {"cpu": Clusters(count=64, keys=512), "cuda": Clusters(count=64, keys=512)}  # no search beside
 MOST_REMEMBERED = 1000  # kinds of calls
 
