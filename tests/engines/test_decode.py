@@ -34,6 +34,7 @@ def one(call, b, h, source, i):
         (call.scale * float(q @ call.k[b, source, j]), call.v[b, source, j]) for j in keys if call.usable[b, source, j]
     ]
     listed, seen, far = call.listed, call.seen, []
+    counts = []  # of clusters in the first-order term
     if listed is not None:
         some = [j for j in range(listed.k.shape[2]) if listed.exists[b, h, j]]
         near += [(call.scale * float(q @ listed.k[b, h, j]), listed.v[b, h, j]) for j in some]
@@ -46,6 +47,7 @@ def one(call, b, h, source, i):
             if seen.spreads is not None:
                 a += min(spread * float(seen.spreads[b, source, c]), MOST_RAISED) / 2
             far.append((a, seen.values[b, source, c].double()))
+            counts.append(1.0 if seen.spreads is None else float(seen.spreads[b, source, c]))
     pairs = near + far
     top = max((a for a, _ in pairs), default=-math.inf)
     if top == -math.inf:
@@ -53,7 +55,8 @@ def one(call, b, h, source, i):
     p = [math.exp(a - top) for a, _ in pairs]
     out = sum(x * value for x, (_, value) in zip(p, pairs, strict=True)) / sum(p)
     if seen is not None and seen.slope is not None:
-        out = out + sum(p[len(near) :]) / sum(p) * call.scale / (1 + spread) * (q @ seen.slope[b, source])
+        share = sum(x * y for x, y in zip(p[len(near) :], counts, strict=True)) / sum(p)
+        out = out + share * call.scale / (1 + spread) * (q @ seen.slope[b, source])
     return out, math.log(sum(p)) + top
 
 

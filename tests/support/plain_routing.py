@@ -300,9 +300,10 @@ def tail(call: ClusterTailCall, batch, head, query):
     if call.slope is not None:
         slope = call.slope[batch, own].double().tolist()
         first = [call.scale * sum(x * slope[e][f] for e, x in enumerate(q)) / (1 + s) for f in range(width)]
+    each = [1.0] * len(spreads) if call.spreads is None else spreads  # of the first-order term
     for c, number in enumerate(left(call, batch, head, query)):
         if number:
             a = call.scale * dot(q, centers[c]) + math.log(number) + min(s * spreads[c], MOST_RAISED) / 2
-            value = [x + y for x, y in zip(values[c], first, strict=True)]  # T_i is a sum over the clusters
+            value = [x + each[c] * y for x, y in zip(values[c], first, strict=True)]  # T_i is a sum over the clusters
             terms.append((a, value, kept(keys + call.extras + c)))
     return mixed(terms, width)

@@ -251,7 +251,7 @@ class ClusterTailCall(NamedTuple):
     are attended apart, without keys of routed clusters; their keys are taken off the sizes of the other clusters.
     With s_i = scale^2 sum_e q_ie^2 variance_e, cluster c with n keys left has the logit
     scale <q_i, center_c> + log n + min(s_i spread_c, MOST_RAISED) / 2, and out_i gets T_i / (1 + s_i) * scale q_i slope
-    besides, with T_i the share of all clusters, dropout included (`routing`).
+    besides, with T_i the shares of all clusters times their spreads (times 1 without spreads), dropout included.
     """
 
     q: Tensor

@@ -70,6 +70,8 @@ def decode(call: DecodeCall) -> tuple[Tensor, Tensor]:
         out = out + mixed(share, seen.values)
         if seen.slope is not None:
             first = by_head(by_key @ seen.slope / (1 + spread))  # [B, H, n, F]
+            if seen.spreads is not None:
+                share = share * seen.spreads.repeat_interleave(group, 1).unsqueeze(2)  # [B, H, n, C]
             out = out + share.sum(-1, keepdim=True) * first
     broken = call.broken.cumsum(2)[:, :, number - count :] > 0  # [B, Hk, n]
     broken = broken.repeat_interleave(group, 1) | ~whole

@@ -46,6 +46,7 @@ class ClusterTailArrays(NamedTuple):
     sizes: Array  # int32 [Rc, C]
     variance: Array  # [Rc, E]
     spreads: Array  # [Rc, C]
+    slope_weights: Array  # [Rc, C], of a cluster in the first-order term
     label: Array  # int32 [Rc, M]
     order: Array  # int32 [Rc, M], keys by cluster
     routes: Array  # int32 [R, T, W]
@@ -76,6 +77,7 @@ class ClusterTailArrays(NamedTuple):
         near_out = none.reshape(0, values.shape[1]) if call.near_out is None else call.near_out
         index = call.label.new_empty(len(none), 0) if call.index is None else call.index
         sizes = by_row(call.sizes)
+        spreads = None if call.spreads is None else by_row(call.spreads)
         tiles = math.prod(routing.grids[2].tolist())
         no_routes = np.zeros((q.shape[0] * q.shape[1], tiles, 0), np.int32)
         seed = np.zeros(0, np.uint32)
@@ -93,7 +95,8 @@ class ClusterTailArrays(NamedTuple):
             slope=slope,
             sizes=sizes,
             variance=by_row(call.variance),
-            spreads=np.zeros(sizes.shape, dtype) if call.spreads is None else by_row(call.spreads),
+            spreads=np.zeros(sizes.shape, dtype) if spreads is None else spreads,
+            slope_weights=np.ones(sizes.shape, dtype) if spreads is None else spreads,
             label=by_row(call.label.flatten(2)),
             order=np.zeros((len(sizes), 0), np.int32) if call.order is None else by_row(call.order),
             routes=no_routes if call.routes is None else routing.words,
@@ -194,7 +197,7 @@ def _tiles(worker, workers, turns, arrays, places, scratch, out, lse):
         size, keys = weigh(arrays, places, row, item - row * tiles, lanes, sums, taken, lists, scratch.line[worker])
         if arrays.threshold:
             drop(arrays, places, row, size, keys, lanes, places.weights, taken, lists)
-            add_up(lanes, places.weights, len(taken) - 1, sums)
+            add_up(arrays, lanes, places.weights, row, sums)
         first_order(lanes, places, sums)
         _mix(arrays, places, row, keys, lanes, lists)
         _write(arrays, places.values, row, size, lanes, sums, taken, out, lse)
@@ -337,18 +340,18 @@ def _to_weights(arrays, places, source, row, tile, keys, lanes, sums, taken, lis
         if n < clusters:
             each = np.int32(0) if is_chosen(arrays.routes, row, tile, n) else arrays.sizes[source, n]
             gone = taken[n]  # [64]
+            own = arrays.slope_weights[source, n]
             for p in range(TILE_QUERIES):
                 left = each - gone[p]
                 w = exp(a[p] - top[p]) * number(left)  # before the choice: vector units take it so
                 a[p] = w if left > 0 else zero
-                tail[p] += a[p]
+                total[p] += a[p]
+                tail[p] += own * a[p]
         else:
             fetch_row(arrays.v, first_key + lists[places.routed + n - clusters])  # its turn comes after all weights
             for p in range(TILE_QUERIES):
                 a[p] = exp(a[p] - top[p])
                 total[p] += a[p]
-    for p in range(TILE_QUERIES):
-        total[p] += tail[p]
 
 
 @compiled
@@ -364,13 +367,15 @@ def drop(arrays, places, row, size, keys, lanes, begin, taken, lists):
 
 
 @compiled
-def add_up(lanes, begin, clusters, sums):
-    """The clusters' share of each query, after dropout."""
+def add_up(arrays, lanes, begin, row, sums):
+    """The clusters' share of each query in the first-order term, after dropout."""
+    source = arrays.rows[0, row]
     for p in range(TILE_QUERIES):
         sums[TAIL, p] = 0
-    for c in range(clusters):
+    for c in range(arrays.sizes.shape[1]):
+        own = arrays.slope_weights[source, c]
         for p in range(TILE_QUERIES):
-            sums[TAIL, p] += lanes[begin + c, p]
+            sums[TAIL, p] += own * lanes[begin + c, p]
 
 
 @compiled

@@ -175,7 +175,7 @@ def _tiles(worker, workers, turns, first, last, arrays, places, scratch, chunk, 
         _slopes(arrays, grads, places, chunk, row, size, keys, lanes, sums, taken)
         if arrays.threshold:
             drop(arrays, places, row, size, keys, lanes, places.weights, taken, lists)
-        add_up(lanes, places.weights, len(taken) - 1, sums)
+        add_up(arrays, lanes, places.weights, row, sums)
         first_order(lanes, places, sums)
         _through_spread(arrays, places, chunk, row, lanes, sums)
         _to_queries(arrays, grads, places, chunk, row, size, keys, lanes, sums, taken, lists)
@@ -222,8 +222,9 @@ def _products(arrays, places, chunk, row, keys, lanes, sums, lists):
     for p in range(TILE_QUERIES):
         along[p] /= lanes.dtype.type(1) + sums[SPREAD, p]
     for c in range(clusters):
+        own = arrays.slope_weights[source, c]
         for p in range(TILE_QUERIES):
-            lanes[slopes + c, p] += along[p]
+            lanes[slopes + c, p] += own * along[p]
 
 
 @compiled

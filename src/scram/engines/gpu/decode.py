@@ -59,6 +59,7 @@ class Parts(NamedTuple):
     acc: Tensor  # float32 [R, P, n, F], weighted values
     top: Tensor  # float32 [R, P, n], largest score
     total: Tensor  # float32 [R, P, n], sum of the weights; NaN for a query that attends a key that is not finite
+    tail: Tensor  # float32 [R, P, n], of clusters in the first-order term
     own: int  # programs with keys of the stretch
     near: int  # programs with these, or with routed keys
     parts: int  # P
@@ -91,6 +92,7 @@ def decode(call: DecodeCall) -> Attended:
         acc=torch.empty((*size, value_width), dtype=torch.float32, device=out.device),
         top=torch.empty(size, dtype=torch.float32, device=out.device),
         total=torch.empty(size, dtype=torch.float32, device=out.device),
+        tail=torch.empty(size, dtype=torch.float32, device=out.device),
         own=own,
         near=near,
         parts=parts,
@@ -247,6 +249,7 @@ def share_kernel(inputs, found, CONFIG: tl.constexpr, E: tl.constexpr, F: tl.con
         products += (for_product(q_block[n]),)
     unit = LOG2E if CONFIG.NARROW else 1.0
     spoiled = i < 0  # [BQ]
+    tail = tl.zeros([CONFIG.BLOCK_Q], tl.float32)  # [BQ]
     if part < found.own:
         at = part * CONFIG.BLOCK_K + lane  # [BK]
         here = at < inputs.keys  # [BK]
@@ -291,12 +294,17 @@ def share_kernel(inputs, found, CONFIG: tl.constexpr, E: tl.constexpr, F: tl.con
                 spread = query_spreads(q_block, source, inputs, E)  # [BQ]
                 s += tl.minimum(spread[:, None] * raised[None, :], RAISED) * (0.5 * unit)
             top, p = weights(tl.where(here[None, :], s + (log * unit)[None, :], -float("inf")), CONFIG)
+            own = tl.full([CONFIG.BLOCK_K], 1.0, tl.float32)  # [BK]
+            if inputs.spreads is not None:
+                own = tl.load(inputs.spreads + first + at, mask=inside, other=0.0)
+            tail = tl.sum(p * own[None, :], 1)  # [BQ]
             cluster_values = inputs.means + source * inputs.cluster_row * F.SIZE
             store_values(p, cluster_values, at, here, slot, found, inputs, value_dtype, F, CONFIG.BLOCK_Q)
             total = tl.sum(p, 1)  # [BQ]
     point = slot * inputs.queries + i  # [BQ]
     tl.store(found.top + point, top, mask=i < inputs.queries)
     tl.store(found.total + point, tl.where(spoiled, float("nan"), total), mask=i < inputs.queries)
+    tl.store(found.tail + point, tail, mask=i < inputs.queries)
 
 
 @triton.jit
@@ -327,7 +335,8 @@ def join_kernel(inputs, found, out, lse, CONFIG: tl.constexpr, E: tl.constexpr, 
     weight = tl.where(some, power(top, base, POWER), 0.0)  # [P]
     each = tl.where(some, total, 0.0) * weight  # [P]
     norm = tl.sum(each, 0)
-    far = tl.sum(tl.where(part >= found.near, each, 0.0), 0)  # of clusters
+    tail = tl.load(found.tail + point, mask=some, other=0.0)  # [P]
+    far = tl.sum(tail * weight, 0)  # of clusters in the first-order term
 
     source = row // inputs.group
     q_row = inputs.q + (row * inputs.queries + i) * E.SIZE

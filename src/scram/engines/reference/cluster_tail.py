@@ -35,8 +35,9 @@ def cluster_tail(call: ClusterTailCall) -> Attended:
     flat_label = label.reshape(-1, keys).long()
     sizes = call.sizes.flatten(0, 1)
     variance = call.variance.flatten(0, 1)
-    spreads = torch.zeros_like(call.centers[..., 0]) if call.spreads is None else call.spreads
-    spreads = spreads.flatten(0, 1)
+    none = torch.zeros_like(call.centers[..., 0])
+    spreads = (none if call.spreads is None else call.spreads).flatten(0, 1)
+    slope_weights = (none + 1 if call.spreads is None else call.spreads).flatten(0, 1)
     key_heads = 1 if call.k is None else call.k.shape[1]
     chosen = None if call.routes is None else unpacked(call.routes.flatten(0, 1), count)  # [R, T, C]
     windows = None if call.index is None else Windows(call.index, key_grid, call.radius)
@@ -98,7 +99,7 @@ def cluster_tail(call: ClusterTailCall) -> Attended:
         p_tail = kept(row, query, call.first_name + torch.arange(count, device=q.device), p_tail)
         joined = torch.where(near_score == -torch.inf, 0, p_near * near_out[at])
         first = call.scale * (q[at].unsqueeze(1) @ slope[source]).squeeze(1) / (1 + spread)  # [n, F]
-        share = p_tail.sum(1, keepdim=True)
+        share = (p_tail * slope_weights[source]).sum(1, keepdim=True)
         out = mix(p_keys, v_gathered) + mix(p_tail, torch.where(some.unsqueeze(-1), values[source], 0)) + joined
         return out + torch.where(share > 0, share * first, 0), lse
 

@@ -75,6 +75,7 @@ from .table import (
     row_of_keys,
     score_unit,
     slope_factor,
+    slope_weights,
     tail_flags,
     tail_queries,
     tiles_at_a_time,
@@ -240,9 +241,11 @@ def center_gradients(
     E: tl.constexpr,
     F: tl.constexpr,
 ):
-    """`cluster_scores`, r dp [BQ, BC] with `first` [BQ] in every dp, and r."""
+    """`cluster_scores`, r dp [BQ, BC] with `first` [BQ] times `slope_weights` in every dp, and r."""
     at, s, share = cluster_scores(start, q_block, spread, queries, inputs, CONFIG, B, E)
-    dp = value_products(grad_out, inputs.table.v, queries.slot + at, CONFIG, B, F, False) + first[:, None]  # [BQ, BC]
+    own = slope_weights(queries.slot + at, inputs.table, CONFIG.BLOCK_C)  # [BC]
+    dp = value_products(grad_out, inputs.table.v, queries.slot + at, CONFIG, B, F, False)  # [BQ, BC]
+    dp += first[:, None] * own[None, :]
     name = (inputs.first_name + at)[None, :]  # [1, BC]
     dp, r = after_dropout(dp, name, queries.noise[:, None], inputs.dropout, CONFIG.DROPOUT)
     return at, s, share, dp, r
@@ -273,7 +276,7 @@ class Sums(NamedTuple):
 
     weight: Any  # [BQ], of p
     excess: Any  # [BQ], of e
-    tail: Any  # [BQ], of r p of the clusters
+    tail: Any  # [BQ], of r p of the clusters in the first-order term
     raised: Any  # [BQ], of p times the slope of the second-order weight
     raised_excess: Any  # [BQ], of e times that
     mean: Any  # [BQ, E] in pieces, of p k; empty where features have 16 bits
@@ -335,7 +338,8 @@ def query_sums(
             raised_excess += tl.sum(e * rise, 1)
         weight = sums.weight + tl.sum(p, 1)
         excess = sums.excess + tl.sum(e, 1)
-        tail = sums.tail + tl.sum(p * r, 1)
+        own = slope_weights(queries.slot + at, inputs.table, CONFIG.BLOCK_C)  # [BC]
+        tail = sums.tail + tl.sum(p * r * own[None, :], 1)
         mean, acc = add_products(sums, p, e, inputs.table.k, queries.slot + at, inputs, CONFIG, E, False)
         sums = Sums(weight, excess, tail, raised, raised_excess, mean, acc)
     if inputs.listed is not None:
@@ -530,7 +534,8 @@ def tail_clusters_kernel(
             counts = counts & (left > 0)
             share = left * tl.load(inputs.table.shares + in_table)[:, None]  # [BC, BQ]
         p = power(tl.where(counts, s, -float("inf")), base, POWER) * factor * share  # [BC, BQ]
-        dp = row_products(v_block, grad_out, CONFIG, B) + first  # [BC, BQ]
+        own = slope_weights(in_table, inputs.table, CONFIG.BLOCK_C)  # [BC]
+        dp = row_products(v_block, grad_out, CONFIG, B) + own[:, None] * first  # [BC, BQ]
         name = (inputs.first_name + at)[:, None]  # [BC, 1]
         dk_acc, dv_acc = add_pairs(dk_acc, dv_acc, p, dp, delta, name, queries, q_block, grad_out, inputs, CONFIG)
     store_pieces(dk, slot, dk_acc, at < count, E)

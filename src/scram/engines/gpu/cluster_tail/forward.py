@@ -30,12 +30,13 @@ from .table import (
     query_spreads,
     row_of_keys,
     slope_factor,
+    slope_weights,
     tail_flags,
     tail_queries,
     used_of,
 )
 
-NO_WEIGHT = tl.constexpr(1e-20)  # of clusters, beside weights of up to 1: what is less counts as this
+NO_WEIGHT = tl.constexpr(1e-20)  # of clusters, beside weights of up to 1: with less there is no first-order term
 
 
 def cluster_tail(call: ClusterTailCall) -> Attended:
@@ -66,7 +67,7 @@ class Running(NamedTuple):
 
     running_max: Any  # [BQ], largest score
     running_sum: Any  # [BQ], sum of the weights
-    tail_sum: Any  # [BQ], sum of those of clusters, after dropout
+    tail_sum: Any  # [BQ], sum of those of clusters in the first-order term, after dropout
     acc: Any  # [BQ, F], weighted values
 
 
@@ -96,11 +97,13 @@ def with_slope(
     The products add to acc over that weight: another block of its size would take the registers of a program.
     """
     weight = tail_sum * slope_factor(spread, queries, inputs)  # [BQ]
-    weight = tl.where(tl.abs(weight) < NO_WEIGHT, NO_WEIGHT, weight)
+    has_weight = tl.abs(weight) > NO_WEIGHT  # [BQ]
+    weight = tl.where(has_weight, weight, 1.0)
     acc = acc / weight[:, None]
     for n in tl.static_range(len(q_block)):
         slope = load_slope(inputs.table.slope, queries.source, n, piece, E, F)  # [E, F]
-        acc = product(q_block[n].to(slope.dtype), slope, acc)
+        x = tl.where(has_weight[:, None], q_block[n], 0.0)  # [BQ, E]
+        acc = product(x.to(slope.dtype), slope, acc)
     return acc * weight[:, None]
 
 
@@ -127,7 +130,11 @@ def cluster_tail_kernel(inputs, result, CONFIG: tl.constexpr, B: tl.constexpr, E
         p = dropped(p, (inputs.first_name + at)[None, :], noise, inputs.dropout, CONFIG.DROPOUT)  # [BQ, BC]
         v_block = load_table(inputs.table.v, queries.slot + at, piece, F)  # [BC, F]
         acc = product(p.to(v_block.dtype), v_block, state.acc * rescale[:, None])
-        state = Running(running_max, running_sum, state.tail_sum * rescale + tl.sum(p, 1), acc)
+        tail_sum = zero  # [BQ]
+        if inputs.table.slope is not None:
+            own = slope_weights(queries.slot + at, inputs.table, CONFIG.BLOCK_C)  # [BC]
+            tail_sum = state.tail_sum * rescale + tl.sum(p * own[None, :], 1)
+        state = Running(running_max, running_sum, tail_sum, acc)
     if inputs.table.slope is not None:
         acc = with_slope(state.acc, state.tail_sum, q_block, spread, piece, queries, inputs, E, F)
         state = Running(state.running_max, state.running_sum, state.tail_sum, acc)

@@ -535,6 +535,15 @@ def slope_factor(spread, queries, inputs):
 
 
 @triton.jit
+def slope_weights(slot, table, BLOCK_C: tl.constexpr):
+    """What clusters in these slots of the table [BC] count in the first-order term."""
+    weights = tl.full([BLOCK_C], 1.0, tl.float32)  # [BC]
+    if table.spreads is not None:
+        weights = tl.load(table.spreads + slot)
+    return weights
+
+
+@triton.jit
 def query_spreads(q_block, queries, inputs, E: tl.constexpr):
     """scale^2 sum_e q_e^2 variance_e of each query: [BQ]."""
     square = q_block[0].to(tl.float32) * q_block[0].to(tl.float32)  # [BQ, E]
