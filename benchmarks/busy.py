@@ -78,6 +78,14 @@ def stages() -> dict[str, Callable[[], Any]]:
     model, projections = Model(attends=True), Model(attends=False)
     flat = [x.flatten(2, 3) for x in (q, k, v)]
 
+    parts = [torch.randn(1, 1, 64, 64, 64).requires_grad_() for _ in range(3)]
+
+    def attends() -> None:
+        """Forward and backward of the attention of both layers."""
+        for layer in model.layers:
+            out = scram.attention(*parts, search=layer.search)
+            torch.autograd.grad(out, parts, torch.ones_like(out))
+
     def both(**options: Any) -> None:
         out = scram.attention(*leaves, search=search, tail=clusters, **options)
         torch.autograd.grad(out.sum(), leaves)
@@ -91,6 +99,7 @@ def stages() -> dict[str, Callable[[], Any]]:
         "default": lambda: scram.attention(q, k, v, search=search, tail=clusters),
         "default, forward + backward": both,
         "training step": lambda: model.train_on(x),
+        "attention's part of it": attends,
         "torch's part of it": lambda: projections.train_on(x),
         "drawn keys": lambda: scram.attend(q, k, v, matches, tail=scram.DrawnKeys(seed=0)),
         "dense": lambda: F.scaled_dot_product_attention(*flat),

@@ -38,6 +38,18 @@ def test_bench_writes_rows_a_table_and_a_plot(tmp_path, monkeypatch):
     assert (tmp_path / "bench.png").stat().st_size > 10_000
 
 
+def test_a_busy_machine_is_seen_in_the_table(tmp_path, monkeypatch):
+    few(monkeypatch, "torch SDPA")
+    real, steady = measuring.run, [True]
+    monkeypatch.setattr(measuring, "run", lambda *given: {**real(*given), "steady": steady[0]})
+    given = ("bench", "--sizes", "16", "--widths", 3, "--parts", "forward", "--out")
+    assert "?" not in call(*given, tmp_path / "quiet")[1]
+    steady[0] = False
+    assert "?: repeated times differ by more than a third" in " ".join(call(*given, tmp_path / "busy")[1].split())
+    row = json.loads((tmp_path / "busy" / "bench.json").read_text())["rows"]["attention torch SDPA 16 E3"]
+    assert row["cpu_seconds"] > 0
+
+
 def test_search_alone_reaches_the_recall_asked(tmp_path):
     pytest.importorskip("faiss")
     code, printed, _ = call("bench", "--sizes", "24", "--widths", 16, "--parts", "search", "--json", "--out", tmp_path)

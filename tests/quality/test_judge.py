@@ -52,7 +52,7 @@ def test_an_error_that_is_known_is_found():
 @pytest.mark.slow
 def test_a_sample_has_intervals_that_hold_the_truth(monkeypatch):
     # Not timed: each of 21 calls would be made again and again.
-    monkeypatch.setattr(judge, "clock", lambda call, *_: (Timing(1.0, 1.0, 1.0, 1, None), call()))
+    monkeypatch.setattr(judge, "clock", lambda call, *_, **__: (Timing(1.0, 1.0, 1.0, 1, None), call()))
     q, k, v = tensors(heads=1, size=40)
     lossy = partial(scram.attention, search=scram.Search(seed=0), tail=None)
     whole = scram.judge(lossy, q, k, v, num_queries=1600)
@@ -138,7 +138,7 @@ def test_times_that_differ_are_said(monkeypatch, dense, steady_function, steady)
     """Of the function, or of dense attention before and after it."""
     made = [Timing(seconds, seconds, seconds, 1, None) for seconds in dense]
     made.insert(1, Timing(0.1, 0.1, 0.1, 3, None, steady_function))
-    monkeypatch.setattr(judge, "clock", lambda call, *_: (made.pop(0), call()))
+    monkeypatch.setattr(judge, "clock", lambda call, *_, **__: (made.pop(0), call()))
     found = scram.judge(scram.attention, *tensors())
     assert found.steady == found.numbers()["steady"] == steady
     assert (BUSY in str(found)) == (not steady)

@@ -98,6 +98,23 @@ def test_beside_a_yardstick_a_busy_minute_counts_for_little(monkeypatch):
     assert timing.believed(machine.call(0.05), "cpu")[0] == (pytest.approx(0.15), True)
 
 
+def test_a_clock_beside_a_yardstick_tells_quiet_times_and_cpu_time(monkeypatch):
+    machine = FakeMachine(monkeypatch)
+    beside = timing.Yardstick(machine.call(0.01), "cpu")
+    machine.factor = 3.0
+    for yardstick, seconds in ((beside, 0.05), (None, 0.15)):
+        found, _ = timing.clock(machine.call(0.05), "cpu", beside=yardstick)
+        assert found.seconds == pytest.approx(seconds)
+        assert found.cpu_seconds == pytest.approx(0.3)  # of two cores
+
+
+def test_a_yardstick_too_short_to_see_changes_no_time(monkeypatch):
+    machine = FakeMachine(monkeypatch)
+    beside = timing.Yardstick(machine.call(0.001), "cpu")
+    machine.factor = 3.0
+    assert timing.clock(machine.call(0.05), "cpu", beside=beside)[0].seconds == pytest.approx(0.15)
+
+
 @pytest.mark.parametrize(("seconds", "share", "busy"), [(0.01, 0.5, True), (0.01, 0.9, False), (0.001, 0.5, False)])
 def test_a_machine_is_busy_where_threads_wait_for_cores(monkeypatch, seconds, share, busy):
     machine = FakeMachine(monkeypatch)

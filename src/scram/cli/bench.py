@@ -17,6 +17,7 @@ from .features import sample_pair
 from .measuring import Case, Limits, Pictures, Results, Row
 
 ROW = 240.0  # seconds; pynndescent compiles for two minutes
+UNSTEADY = "?: repeated times differ by more than a third: the machine was busy; measure again"
 BUDGET = {"cpu": 140.0, "cuda": inf}  # seconds
 
 
@@ -155,6 +156,8 @@ def _table(rows: list[Row], width: int, kind: str, backward: bool) -> Table:
             values = [row[quality] for _, row in sorted(by_size.items()) if row.get(quality) is not None]
             cells.append(f"{values[-1]:.3f}" if values else "-")
         lines.append((contender, *cells))
+    if not all(row.get("steady", True) for row in rows):
+        note += f"{UNSTEADY}\n"
     headings = ("contender", *(f"{size}x{size}" for size in sizes), "slope", *measured)
     return numbers_table(headings, lines, title, note + explained(*measured))
 
@@ -167,7 +170,8 @@ def _cell(row: Row | None) -> str:
     if "skipped" in row:
         return f"~{_milliseconds(row['about'])}" if "about" in row else "no time"
     peak = row.get("peak_bytes")
-    return _milliseconds(row["least"]) + ("" if peak is None else f" ({peak / 2**20:.0f})")
+    doubt = "" if row.get("steady", True) else " ?"
+    return _milliseconds(row["least"]) + doubt + ("" if peak is None else f" ({peak / 2**20:.0f})")
 
 
 def _milliseconds(seconds: float) -> str:

@@ -40,7 +40,7 @@ LEAST_SHOWN = 1e-4  # errors below are drawn there: rounding
 MEASURES = (
     "median, 95th percentile: over the queries, |out - exact| / RMS |exact| of the head, with 95 % intervals",
     "L2 error: ||out - exact|| / ||exact|| over the sampled queries; few queries dominate it",
-    "x dense: how many times faster than torch's dense attention in the same run; MiB: peak memory of a call",
+    "CPU: of all threads; x dense: times faster than torch's dense attention in the same run; MiB: peak memory",
 )
 UNSTEADY = "?: repeated times differ by more than a third: the machine was busy, judge again"
 
@@ -210,7 +210,17 @@ def _print(rows: dict[str, Judgment | str], about: Numbers, out: Path, drawn: bo
 
 def table(rows: dict[str, Judgment | str], about: Numbers) -> Table:
     """A line for each head of a backend, the time in its first."""
-    headings = ("backend", "head", "median error", "95th percentile", "L2 error", "time (spread)", "x dense", "MiB")
+    headings = (
+        "backend",
+        "head",
+        "median error",
+        "95th percentile",
+        "L2 error",
+        "time (spread)",
+        "CPU",
+        "x dense",
+        "MiB",
+    )
     lines: list[tuple[str, ...]] = []
     batches, heads = about["shapes"][0][:2]
     every = [(b, h) for b in range(batches) for h in range(heads)]
@@ -230,7 +240,7 @@ def table(rows: dict[str, Judgment | str], about: Numbers) -> Table:
     return numbers_table(headings, lines, title, "\n".join([*MEASURES, *[UNSTEADY] * busy]))
 
 
-def _time(one: Judgment) -> tuple[str, str, str]:
+def _time(one: Judgment) -> tuple[str, ...]:
     time = one.timing
     faster = float(f"{one.ratio:.3g}")
     least, most = (f"{x / time.seconds - 1:+.0%}" for x in (time.least, time.most))
@@ -238,6 +248,7 @@ def _time(one: Judgment) -> tuple[str, str, str]:
     peak = "" if time.peak_bytes is None else f"{time.peak_bytes / 2**20:.0f}"
     return (
         f"{in_words(time.seconds)}{spread}",
+        in_words(time.cpu_seconds) if time.cpu_seconds else "",
         f"{'~' * one.dense_is_continued}{faster:g}{'' if one.steady else ' ?'}",
         peak,
     )

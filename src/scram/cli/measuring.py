@@ -23,6 +23,7 @@ from torch import Tensor
 from ..functional import search
 from ..images.pca import principal_axes
 from ..quality import measure
+from ..quality.baseline import yardstick
 from ..quality.timing import clock, memory_status, timed
 from ..results import Attended, Matches
 from . import rivals
@@ -242,7 +243,8 @@ def _attention(case: Case, pictures: Pictures) -> Row:
         pictures.warm.add((case.contender, case.width, case.backward))
         q, k, v = pictures.tensors(case.size, case.width)
         start = perf_counter()
-    timing, out = clock(lambda: _call(attention, (q, k, v), case.backward), pictures.device)
+    beside = yardstick(q, k, v, scale=SCALE) if pictures.device == "cpu" else None
+    timing, out = clock(lambda: _call(attention, (q, k, v), case.backward), pictures.device, beside=beside)
     row: Row = timing._asdict()
     if not case.backward and case.contender not in ("strided", "fixed", "flex strided", "flex fixed"):
         attended = Attended(out, out.new_zeros(out.shape[:-1]))

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._compat import ONE_THREAD
 from ..results import Matches
 from .checks import check_extents, check_finite, check_floats, widened
 from .patches import whole
@@ -71,7 +72,8 @@ def inpaint(
         return picture.to(given)
     region = surroundings(hole)
     filled = picture.clone()
-    filled[region] = _filled(picture[region], hole[region], settings, progress or (lambda share: None))
+    with ONE_THREAD:  # threads of torch's operators would spin where those of the searches run
+        filled[region] = _filled(picture[region], hole[region], settings, progress or (lambda share: None))
     return filled.clamp(lowest, highest).to(given)
 
 

@@ -16,7 +16,7 @@ from ..core import checks, files
 from ..core.checks import explains
 from ..core.statistics import Interval
 from ..options import JudgedLayout
-from .baseline import dense_baseline
+from .baseline import dense_baseline, yardstick
 from .tables import in_words, of_heads
 from .timing import Timing, agree, clock
 from .truth import Truth
@@ -36,7 +36,8 @@ class Judgment:
         median_error, p95_error: median and 95th percentile over the queries of |out - exact| / RMS |exact|, where the
             RMS is that of the head. With 95 % intervals, each [B, H].
         l2_error: ||out - exact|| / ||exact|| over the sampled queries [B, H]. A point value: few queries dominate it.
-        timing: seconds and peak memory of a call.
+        timing: seconds and peak memory of a call. On a CPU calls are made in turn with a part of dense attention, and
+            the median of their ratios counts, so that a busy minute does not decide.
         dense_seconds: seconds of torch's dense attention on the same tensors in the same run.
         dense_is_continued: whether they were continued from the time of some of the queries.
         num_queries, queries: queries looked at, and queries in all.
@@ -89,6 +90,7 @@ class Judgment:
         time = self.timing
         faster = self.ratio
         spread = f"{in_words(time.seconds)} ({in_words(time.least)} to {in_words(time.most)}, calls: {time.calls})"
+        spread += f", {in_words(time.cpu_seconds)} of CPU time" * bool(time.cpu_seconds)
         than = f"{faster:.3g} times faster" if faster >= 1 else f"{1 / faster:.3g} times slower"
         about = "about " if self.dense_is_continued else ""
         lines.append(f"time: {spread}; dense attention {about}{in_words(self.dense_seconds)}: {than}")
@@ -178,12 +180,15 @@ class Judge:
         self.truth = Truth.of(
             q, k, v, causal=causal, key_mask=key_mask, scale=scale, num_queries=num_queries, seed=seed
         )
+        # Made in turn with each call on a CPU: other programs slow it down as they do that call.
+        on_cpu = q.device.type == "cpu"
+        self._beside = yardstick(q, k, v, causal=causal, key_mask=key_mask, scale=scale) if on_cpu else None
         self._time_dense = partial(
             dense_baseline,
             q,
             k,
             v,
-            timer=clock,
+            timer=partial(clock, beside=self._beside),
             longest=LONGEST,
             causal=causal,
             key_mask=key_mask,
@@ -216,7 +221,7 @@ class Judge:
         if layout == "sdpa":
             q, k, v = (x.flatten(2, -2) for x in (q, k, v))
         out = self._checked(function(q, k, v), want if layout == "grid" else (*q.shape[:-1], v.shape[-1]))
-        timing, _ = clock(lambda: function(q, k, v), q.device.type, ONCE)
+        timing, _ = clock(lambda: function(q, k, v), q.device.type, ONCE, self._beside)
         before = self.dense
         if before.seconds < 1:  # anew, for the machine may be busier by now
             self.dense = self._time_dense()

@@ -28,6 +28,7 @@ class Timing(NamedTuple):
 
     Args:
         steady: whether the times differ by a third at most, the slowest tenth of them left out.
+        cpu_seconds: of all threads of the process, median; the wall time of a call that waits for a core is longer.
     """
 
     seconds: float
@@ -36,23 +37,41 @@ class Timing(NamedTuple):
     calls: int
     peak_bytes: int | None
     steady: bool = True
+    cpu_seconds: float = 0.0
 
 
-def clock(call: Callable[[], Result], device: str | torch.device, once: float = ONCE) -> tuple[Timing, Result]:
+def clock(
+    call: Callable[[], Result], device: str | torch.device, once: float = ONCE, beside: Yardstick | None = None
+) -> tuple[Timing, Result]:
     """The time of a call, its first one left out, its peak memory, and what it returned.
 
-    A call of more than `once` seconds is made once, on an accelerator twice: there the first may compile.
+    A call of more than `once` seconds is made once, on an accelerator twice: there the first may compile. With a
+    yardstick `beside` it, which is made in turn with it, the times are those as if the yardstick took what it took
+    first: the median of ratios counts.
     """
     before = reset_peak(device)
+    start = process_time()
     out, first = timed(call, device)
+    cpu = [process_time() - start]
     peak = peak_bytes(device)
-    times = [first]
+    raw = [first]
+    ratios = [1.0]  # of what the yardstick took first to what it takes around each call
     if first < once or on_accelerator(device):
-        times = [timed(call, device)[1]]
-        while times[0] < once and (len(times) < 3 or (sum(times) < ENOUGH and len(times) < 30)):
-            times.append(timed(call, device)[1])
+        raw, ratios, cpu = [], [], []
+        noticed = beside if beside is not None and beside.seconds >= NOTICEABLE else None
+        last = 0.0 if noticed is None else noticed()
+        while not raw or (raw[0] < once and (len(raw) < 3 or (sum(raw) < ENOUGH and len(raw) < 30))):
+            start = process_time()
+            raw.append(timed(call, device)[1])
+            cpu.append(process_time() - start)
+            after = 0.0 if noticed is None else noticed()
+            ratios.append(1.0 if noticed is None else 2 * noticed.seconds / (last + after))
+            last = after
     held = None if peak is None else max(0, peak - before)
-    return Timing(statistics.median(times), min(times), max(times), len(times), held, agree(but_slowest(times))), out
+    times = [seconds * ratio for seconds, ratio in zip(raw, ratios, strict=True)]
+    steady = agree(but_slowest(raw))
+    timing = Timing(statistics.median(times), min(times), max(times), len(times), held, steady, statistics.median(cpu))
+    return timing, out
 
 
 def but_slowest(times: list[float]) -> list[float]:
