@@ -178,7 +178,10 @@ def table() -> str:
         errors = row.get("errors", [])
         shown = [f"{errors[n - 1]:.4f}" if len(errors) >= n else "" for n in (5, 10, 20)]
         first = table_cells.time(row["tuning_seconds"]) if errors else ""
-        cells = way, table_cells.time(step), f"{dense / step:.2f}", first, *shown
+        if "error" in row:
+            way = f"SCRAM, {100 * row['error']:g} %, {way.rsplit(', ', 1)[1]}"
+        faster = f"{dense / step:.2f}" if "error" in row else ""
+        cells = way, table_cells.time(step), faster, first, *shown
         lines.append((size.replace("x", table_cells.BY), scores.removeprefix("scores "), *cells))
     return table_cells.table(head, *lines) if lines else table_cells.NOT_MEASURED
 

@@ -56,7 +56,7 @@ def test_rows_become_a_table_and_a_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(tails, "ROUNDS", 1)
     monkeypatch.setattr(tails, "SEEDS", 2)
     store = Store("tails", tmp_path)
-    tails.errors(store, None, "", size=40)
+    tails.errors(store, None, "", size=42)  # more keys than the default visits
     tails.times(store, size=36)
     rows = json.loads((tmp_path / "tails.json").read_text())
     assert {row["method"] for row in rows.values() if row["set"] == "stereo 8"} == set(tails.LABELS)

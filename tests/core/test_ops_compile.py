@@ -67,7 +67,7 @@ def op_calls():
     routing = (plain[0], made.centers, made.sizes, made.variance, made.spreads, 6, 0.3)
     yield "route", (*routing, "numba")
     routes, _, _ = OPS.route(*routing, "numba")
-    yield "routed_start", (*plain, made.order, made.sizes, routes, "numba")
+    yield "routed_start", (*plain, made.order, made.sizes, routes, 6, "numba")
     extra = (torch.randn(2, 2, 3, 8), torch.randn(2, 2, 3, 5))
     call = (q, k, v, index, mask, *extra, made.label, routes, seed, rows, [1, 1], False, 0.3, "softmax", 0.2)
     yield from both_passes("attend", call, (0, 1))

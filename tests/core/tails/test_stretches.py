@@ -72,22 +72,23 @@ def plain_row(i, q, k, v, book, back, scale, windows=()):
     place = {j: (j // stretch, int(book.label[0, j // stretch, j % stretch])) for j in alone}
     alone = {j for j in alone if place[j] not in routed}
     s_i = scale**2 * float((q[i] * q[i]) @ variance)
-    terms = [(scale * float(q[i] @ k[j]), v[j], False) for j in alone]
-    terms += [(scale * float(q[i] @ k[j]), v[j], False) for j in range(own * stretch, i + 1)]
+    # Logit, value, part in the first-order term.
+    terms = [(scale * float(q[i] @ k[j]), v[j], 0.0) for j in alone]
+    terms += [(scale * float(q[i] @ k[j]), v[j], 0.0) for j in range(own * stretch, i + 1)]
     for s, c in clusters:
         if (s, c) in routed:
             mine = [s * stretch + j for j in range(stretch) if int(book.label[0, s, j]) == c]
-            terms += [(scale * float(q[i] @ k[j]), v[j], False) for j in mine]
+            terms += [(scale * float(q[i] @ k[j]), v[j], 0.0) for j in mine]
         else:
             left = sizes[s][c] - sum(place[j] == (s, c) for j in alone)
             if not left:
                 continue
             raised = min(s_i * spread_of(s, c), 2) / 2
             logit = scale * float(q[i] @ book.centers[0, s, c]) + math.log(left) + raised
-            terms.append((logit, book.values[0, s, c], True))
+            terms.append((logit, book.values[0, s, c], spread_of(s, c)))
     lse = torch.tensor([a for a, _, _ in terms]).logsumexp(0)
     out = sum(math.exp(a - lse) * value for a, value, _ in terms)
-    share = sum(math.exp(a - lse) for a, _, of_cluster in terms if of_cluster)
+    share = sum(part * math.exp(a - lse) for a, _, part in terms)
     return out + share / (1 + s_i) * scale * (q[i] @ slope), lse
 
 
