@@ -22,6 +22,8 @@ from ..core.resolve import Request, as_search, goes_dense
 from ..core.tails.base import NO_TAIL, Tail, as_tail
 from ..options import IMPLS, Auto, How, Impl
 from ..quality import kept
+from ..quality.again import in_a_quiet_moment
+from ..quality.plan import GIVEN, Plan
 from ..quality.tune import tune
 from ..settings import Search
 from .auto_grid import CAUSAL, COMPILED, AutoGrids, ModuleCall, compiled_grid, module_calls
@@ -278,6 +280,8 @@ class Replacement:
                 self.note(query, key, layer, tokens, "surveyed")
                 return None
             plan = self.plans.get(layer)
+            if plan is not None and plan.busy and not compiling and not call.dropout_p:
+                plan = self._in_a_quiet_moment(layer, plan, q, k, v, call)
             settings = self.settings
             request = call._replace(
                 search=settings.search,
@@ -392,6 +396,14 @@ class Replacement:
                 self.plans[layer.name] = layer.plan
             except ValueError as reason:
                 layer.why_not = str(reason)
+
+    def _in_a_quiet_moment(self, layer: str, plan: Plan, q: Tensor, k: Tensor, v: Tensor, call: Request) -> Plan:
+        """The plan of a layer, measured again where it was measured on a busy machine that is quiet now."""
+        with _compat.without_modes():
+            found = in_a_quiet_moment(plan, q, k, v, **{name: getattr(call, name) for name in GIVEN})
+        if found is not plan:  # another thread may have stored its own
+            self.plans[layer] = self.report.layers[layer].plan = found
+        return found
 
     def note(self, query: Tensor, key: Tensor, layer: str, tokens: Tokens, why_not: str, how: How = "searched") -> None:
         if torch.compiler.is_compiling():

@@ -13,7 +13,8 @@ from ..core import checks
 from ..core.bias import pair_of
 from ..core.precision import autocast_device
 from ..core.resolve import Request
-from .plan import Plan
+from .again import in_a_quiet_moment
+from .plan import GIVEN, Plan
 from .tune import tune
 
 MOST_PLANS = 1000
@@ -55,6 +56,11 @@ def kept_plan(q: Tensor, k: Tensor, v: Tensor, request: Request, error: float) -
     )
     plan = _plans.get(kind)
     if plan is not None:
+        if plan.busy and not request.dropout_p:
+            known = plan
+            plan = in_a_quiet_moment(known, q, k, v, **{name: getattr(request, name) for name in GIVEN})
+            if plan is not known:  # another thread may have stored its own
+                _plans[kind] = plan
         return plan
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("attention(error=) tunes, which a CUDA graph cannot capture: call it once before")

@@ -23,7 +23,7 @@ from ..options import IMPLS, Impl
 from ..settings import Score, Search
 from ..spec.scoring import check_score
 from . import modes
-from .baseline import yardstick
+from .baseline import dense_baseline, yardstick
 from .tables import aligned, with_interval
 from .timing import believed
 from .truth import Errors, Truth
@@ -33,6 +33,8 @@ LEAST_SPEEDUP = 1.1  # over dense attention: what saves less is not chosen
 CALL_ARGUMENTS = (
     *("causal", "key_mask", "scale", "score", "weight", "extra", "extra_mask", "bias", "dropout_p", "warm", "impl"),
 )
+WIDENED = ("causal", "scale", "score", "extra")  # arguments of `widened`
+DENSE_ARGUMENTS = ("causal", "key_mask", "scale", "score", "extra", "extra_mask")  # of `dense_baseline`
 GIVEN = ("key_mask", "extra", "extra_mask", "bias")  # tensors that a plan may have been measured with
 INFINITE = ("inf", "-inf", "nan")  # numbers that JSON has as strings
 DENSE = "torch.nn.functional.scaled_dot_product_attention(q.flatten(2, -2), {}{}).unflatten(2, q.shape[2:-1])"
@@ -194,7 +196,8 @@ class Plan:
         given: which of key_mask, extra, extra_mask and bias the call had; calls of the plan pass their own.
         grouped: whether there were fewer key heads than query heads.
         split: the share of the queries whose weight two separate places share, in the head where it is largest.
-        busy: whether other programs took the cores while it was measured. `check` measures it again then.
+        busy: whether other programs took the cores while it was measured. `check` measures it again then, and so do
+            later calls of `attention(error=)` and of a patched model, in a quiet moment.
     """
 
     error: float
@@ -320,36 +323,42 @@ class Plan:
             arguments: as in a call of the plan.
         """
         checks.finite_but_for_masked(q, k, v, arguments.get("key_mask"))
-        names = ("causal", "key_mask", "scale", "score", "extra", "extra_mask")
-        given = {"causal": self.causal, "scale": self.scale, "score": self.score, **arguments}
         with torch.no_grad():
             out = self(q, k, v, **arguments)
-            again = self._timed_again(q, k, v, **arguments) if self.busy else self
-            same = {name: given[name] for name in names if name in given}
-            if given.get("bias") is not None:
-                wide = widened(q, k, v, given["bias"], **{name: x for name, x in same.items() if name != "key_mask"})
-                assert wide.v is not None
-                q, k, v = wide.q, wide.k, wide.v
-                same |= {"scale": wide.scale, "extra": wide.extra}
+            again = self.timed_again(q, k, v, **arguments) if self.busy else self
+            q, k, v, same = self._without_bias(q, k, v, arguments)
             truth = Truth.of(q, k, v, num_queries=checks.whole("num_queries", num_queries, 1), seed=seed, **same)
             measured = truth.errors(out)
         return Check(self.setting, self.error, measured, len(truth.queries), truth.points, again)
 
-    def _timed_again(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Plan:
-        """The fastest of the rungs that kept the budget and of dense attention, by new times."""
-        names = ("causal", "key_mask", "scale")
-        given = {"causal": self.causal, "scale": self.scale, **arguments}
-        beside = yardstick(q, k, v, **{name: given[name] for name in names if name in given})
+    def timed_again(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Plan:
+        """The fastest of the rungs that kept the budget and of dense attention, by new times; arguments as `check`."""
+        *dense, same = self._without_bias(q, k, v, arguments)
+        beside = yardstick(*dense, causal=same["causal"], key_mask=same.get("key_mask"), scale=same["scale"])
+        timer = partial(believed, beside=beside)
         rungs = list(self.rungs)
-        tried = [n for n, rung in enumerate(rungs) if rung.keeps]
+        tried = [n for n, rung in enumerate(rungs[:-1]) if rung.keeps]
         for n in tried:
-            one = replace(self, chosen=n)
-            time, _ = believed(partial(one, q, k, v, **arguments), q.device, beside=beside)
+            time, _ = timer(partial(replace(self, chosen=n), q, k, v, **arguments), q.device)
             rungs[n] = replace(rungs[n], seconds=time.seconds)
-        chosen = min(tried, key=lambda n: rungs[n].seconds or math.inf)
+        rungs[-1] = replace(rungs[-1], seconds=dense_baseline(*dense, timer=timer, **same).seconds)
+        chosen = min((*tried, len(rungs) - 1), key=lambda n: rungs[n].seconds or math.inf)
         if LEAST_SPEEDUP * (rungs[chosen].seconds or 0.0) > (rungs[-1].seconds or 0.0):
             chosen = len(rungs) - 1
         return replace(self, rungs=tuple(rungs), chosen=chosen, busy=beside.busy)
+
+    def _without_bias(
+        self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        """q, k, v and arguments of dense attention, whose bias is part of q and k."""
+        given = {"causal": self.causal, "scale": self.scale, "score": self.score, **arguments}
+        same = {name: given[name] for name in DENSE_ARGUMENTS if name in given}
+        if given.get("bias") is not None:
+            wide = widened(q, k, v, given["bias"], **{name: x for name, x in same.items() if name in WIDENED})
+            assert wide.v is not None
+            q, k, v = wide.q, wide.k, wide.v
+            same |= {"scale": wide.scale, "extra": wide.extra}
+        return q, k, v, same
 
     @property
     def reason(self) -> str:
