@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _compat
+from ..engines import dispatch
 from ..results import Attended, Matches, Routes
 from ..settings import Search
 from ..spec import places
@@ -23,7 +24,7 @@ from .dtensors import is_dtensor
 from .precision import autocast_device, autocast_inputs
 from .resolve import Request, Resolved, resolve, without_bias
 from .tails.base import NO_TAIL, WHOLE, Inputs, Joined, Shard, Tail
-from .tails.clusters import Codebook
+from .tails.clusters import Clusters, Codebook
 
 R = TypeVar("R")
 Stage = Callable[[Resolved, Tensor, Tensor, Tensor | None, Shard], R]
@@ -76,6 +77,9 @@ def execute(stage: Stage[R], q: Tensor, k: Tensor, v: Tensor | None, request: Re
         parts: R = call_parts(stage, q, k, v, request)
         return parts
     resolved = resolve(q, k, v, request, attends=stage not in (search, route))
+    if resolved.search is not None and isinstance(resolved.tail, Clusters) and not resolved.dense:
+        differentiated = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
+        dispatch.engine(resolved.engine.name).expect(q.ndim - 3, accumulator(q.dtype), differentiated)
     has_threads = resolved.engine.wide_inputs and (resolved.search is None or resolved.search_engine.wide_inputs)
     if has_threads and not resolved.dense and _compat.plain_eager():
         with _compat.ONE_THREAD:  # the engine has threads of its own; those of operators between would be in their way
@@ -120,7 +124,8 @@ def run(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None, shard: Shard
     if request.extra_mask is not None:
         inputs = every._replace(k_extra=None, v_extra=None)  # they are joined at the end
     seed = _search_seed(resolved, shard)
-    tail = resolved.tail.prepare(inputs, seed, request.warm_codebook)
+    first, inputs = inputs.twice() if resolved.tail.codebook is None else (inputs, inputs)
+    tail = resolved.tail.prepare(first, seed, request.warm_codebook)
     routed = tail.route(inputs) if request.routes is None else None
     routes = _bits(request, routed)
     searched = _searched(resolved, inputs, seed, tail, routes)
