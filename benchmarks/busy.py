@@ -1,10 +1,11 @@
 """SCRAM beside other programs: `python benchmarks/busy.py [--only STAGE] [--load LOAD]`; `--table` prints the results.
 
 `--tune`: plans that `scram.tune` chooses quiet and beside the heaviest load, and their times on a quiet machine.
+`--inpaint`: a hole of four blocks in a picture of 512x512.
 
 Every stage with one thread and with two, and torch's dense attention, in turn in one process, while burners run as
-child processes that end by themselves. CPU time stands beside wall time. Results: results/busy.json and
-results/busy_tune.json.
+child processes that end by themselves. CPU time stands beside wall time. Results: results/busy.json,
+busy_tune.json and busy_inpaint.json.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any, NamedTuple
 
+import inpaint
 import skimage.data
 import torch
 import torch.nn.functional as F
@@ -208,6 +210,19 @@ def tune(store: Store, name: str, calls: int) -> None:
     print(name, store.data[name], flush=True)
 
 
+def fill(store: Store, load: str) -> None:
+    """The astronaut with a hole, once beside a load: seconds, of all threads too, and PSNR in the hole."""
+    torch.set_num_threads(2)
+    picture, hole = inpaint.photograph("astronaut", 512), inpaint.hole("blocks", 512, 0)
+    inpaint.methods("blocks")["SCRAM"](picture[:128, :128], inpaint.hole("blocks", 128, 0))  # compiles
+    with beside(LOADS[load]):
+        start, busy = time.perf_counter(), time.process_time()
+        filled = inpaint.methods("blocks")["SCRAM"](picture, hole)
+        row = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - busy}
+    store.put(load, **row, psnr_db=float(inpaint.measures(filled, picture / 255, hole)[0]))
+    print(load, store.data[load], flush=True)
+
+
 def table(rows: dict[str, Any]) -> str:
     loads = [load for load in LOADS if any(name.startswith(f"{load}, ") for name in rows)]
     lines = [
@@ -229,11 +244,16 @@ def main() -> None:
     parser.add_argument("--load", action="append", choices=tuple(LOADS), help="beside what; may be repeated")
     parser.add_argument("--calls", type=int, default=CALLS)
     parser.add_argument("--tune", nargs="*", choices=tuple(TUNED), help="sets, instead of stages; all without a name")
+    parser.add_argument("--inpaint", action="store_true", help="inpainting, instead of stages")
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
     if given.tune is not None:
         for name in given.tune or tuple(TUNED):
             tune(Store("busy_tune"), name, given.calls)
+        return
+    if given.inpaint:
+        for load in given.load or ("quiet", "3 burners"):
+            fill(Store("busy_inpaint"), load)
         return
     store = Store("busy")
     if not given.table:

@@ -461,6 +461,15 @@ def busy_tune() -> str:
     )
 
 
+def busy_inpaint() -> str:
+    """docs/measurements: inpainting beside other programs."""
+    head = ("beside", "seconds", "CPU seconds", "PSNR in the hole")
+    rows = table_cells.load("busy_inpaint").items()
+    return table(
+        head, *((x, f"{r['seconds']:.1f}", f"{r['cpu_seconds']:.1f}", f"{r['psnr_db']:.2f} dB") for x, r in rows)
+    )
+
+
 def versions() -> str:
     """docs/faq: what the quick part of the suite counts on other versions of torch."""
     return table(
@@ -546,6 +555,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "learn-swap": tables_learn.swaps,
     "busy": busy,
     "busy-tune": busy_tune,
+    "busy-inpaint": busy_inpaint,
     "versions": versions,
 }
 
