@@ -451,6 +451,16 @@ def busy() -> str:
     return table(("stage", *loads), *lines)
 
 
+def cold() -> str:
+    """docs/measurements: first calls that compile."""
+    head = ("first call", "forward", "CPU of the calling process", "backward")
+    rows = []
+    for name, row in table_cells.load("cold").items():
+        backward = f"{row['backward_seconds']:.1f} s" if "backward_seconds" in row else ""
+        rows.append((name, f"{row['seconds']:.1f} s", f"{row['own_cpu_seconds']:.1f} s", backward))
+    return table(head, *rows)
+
+
 def busy_tune() -> str:
     """docs/measurements: plans chosen quiet and beside other programs."""
     head = ("tensors", "chosen quiet", "chosen beside 2 torch programs", "ms of both, quiet", "ratio")
@@ -555,6 +565,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "learn-swap": tables_learn.swaps,
     "busy": busy,
     "busy-tune": busy_tune,
+    "cold": cold,
     "busy-inpaint": busy_inpaint,
     "versions": versions,
 }

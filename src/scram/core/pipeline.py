@@ -24,7 +24,7 @@ from .dtensors import is_dtensor
 from .precision import autocast_device, autocast_inputs
 from .resolve import Request, Resolved, resolve, without_bias
 from .tails.base import NO_TAIL, WHOLE, Inputs, Joined, Shard, Tail
-from .tails.clusters import Clusters, Codebook
+from .tails.clusters import Codebook
 
 R = TypeVar("R")
 Stage = Callable[[Resolved, Tensor, Tensor, Tensor | None, Shard], R]
@@ -77,7 +77,7 @@ def execute(stage: Stage[R], q: Tensor, k: Tensor, v: Tensor | None, request: Re
         parts: R = call_parts(stage, q, k, v, request)
         return parts
     resolved = resolve(q, k, v, request, attends=stage not in (search, route))
-    if resolved.search is not None and isinstance(resolved.tail, Clusters) and not resolved.dense:
+    if resolved.search is not None and resolved.tail.keys and not resolved.dense:
         differentiated = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
         dispatch.engine(resolved.engine.name).expect(q.ndim - 3, accumulator(q.dtype), differentiated)
     has_threads = resolved.engine.wide_inputs and (resolved.search is None or resolved.search_engine.wide_inputs)

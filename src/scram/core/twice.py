@@ -20,7 +20,7 @@ def twice(*given: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     differentiated = torch.is_grad_enabled() and any([x.requires_grad for x in given])  # noqa: C419 - a list is faster
     if not differentiated or not bypasses_dispatcher(given) or _compat.has_tangent(given):
         return given, given
-    both = _Twice.apply(*given)
+    both = _Twice.apply(*given)  # type: ignore[no-untyped-call]
     return both[: len(given)], both[len(given) :]
 
 

@@ -59,7 +59,7 @@ _known: set[Kind] = set()
 
 
 def expect(rank: int, dtype: torch.dtype, gradients: bool) -> None:
-    """A call with a search and clusters begins: compile what it needs, where that was not done before.
+    """A call with a search and routed keys begins: compile what it needs, where that was not done before.
 
     Args:
         rank: of its grids.
