@@ -73,7 +73,7 @@ def expect(rank: int, dtype: torch.dtype, gradients: bool) -> None:
     folder = folder_of(_row_states)
     if folder is None or usable_cores() < 2 or (folder / f"{kind.name}.done").exists() or not _begun(kind):
         return
-    tell(f"compiling the CPU kernels for {kind.dtype}, rank {rank}; this happens once and takes about 8 s")
+    tell(f"compiling the CPU kernels for {kind.dtype}, rank {rank}; this happens once and takes about 10 s")
     start = time.monotonic()
     with torch.no_grad():
         _compile(_stages(kind)[0], kind, folder)
