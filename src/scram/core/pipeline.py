@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .. import _compat
-from ..engines import dispatch
 from ..results import Attended, Matches, Routes
 from ..settings import Search
 from ..spec import places
@@ -77,9 +76,6 @@ def execute(stage: Stage[R], q: Tensor, k: Tensor, v: Tensor | None, request: Re
         parts: R = call_parts(stage, q, k, v, request)
         return parts
     resolved = resolve(q, k, v, request, attends=stage not in (search, route))
-    if resolved.search is not None and resolved.tail.keys and not resolved.dense:
-        differentiated = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)
-        dispatch.engine(resolved.engine.name).expect(q.ndim - 3, accumulator(q.dtype), differentiated)
     has_threads = resolved.engine.wide_inputs and (resolved.search is None or resolved.search_engine.wide_inputs)
     if has_threads and not resolved.dense and _compat.plain_eager():
         with _compat.ONE_THREAD:  # the engine has threads of its own; those of operators between would be in their way

@@ -83,7 +83,9 @@ class Inputs(NamedTuple):
 
     def twice(self) -> tuple[Inputs, Inputs]:
         """For two stages, whose gradients are added on the calling thread where an engine has threads of its own."""
-        if not self.engine.wide_inputs:
+        if not self.engine.wide_inputs or not torch.is_grad_enabled():
+            return self, self
+        if not (self.q.requires_grad or self.k.requires_grad or self.v.requires_grad):
             return self, self
         return tuple(self._replace(q=q, k=k, v=v) for q, k, v in twice(self.q, self.k, self.v))  # type: ignore[return-value]
 
