@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from math import inf, prod
@@ -27,8 +28,8 @@ from ..quality.judge import Attention, Judge, Judgment
 from ..quality.tables import in_words
 from ..quality.timing import memory_status
 from ..settings import Search
-from . import INTERRUPTED, charts, rivals
-from .arguments import BACKENDS
+from . import INTERRUPTED, baselines, charts, rivals
+from .arguments import BACKENDS, FAMILIES, family_of
 from .console import Numbers, console, fail, numbers_table, progress
 from .measuring import alarm
 from .pictures import INK
@@ -140,7 +141,37 @@ def backend(name: str, q: Tensor, k: Tensor, causal: bool) -> Attention:
             sys.path.insert(0, "")  # a file in this folder
         imported: Attention = attrgetter(function)(import_module(module))
         return imported
+    found = family_of(name)
+    if found is not None:
+        family, number = found
+        if causal and not family.startswith("scram"):
+            raise ValueError("takes no causal order")
+        return _SETTINGS[family](number, q, k, causal)
     return _OURS[name](q, k, causal)
+
+
+def _scram(count: int, q: Tensor, k: Tensor, causal: bool, searches: bool = False) -> Attention:
+    """SCRAM with so many clusters and twice as many routed keys; without a search, or with that of the default."""
+    search, tail = rivals.default_setting(q.device.type, 0)
+    clusters = replace(tail, count=count, keys=2 * count)
+    return partial(attention, causal=causal, search=search if searches else None, tail=clusters)
+
+
+def _blocks(call: Callable[..., Tensor], q: Tensor, k: Tensor, **settings: Any) -> Attention:
+    """A baseline of blocks: for one grid of queries and keys."""
+    if q.shape[1:-1] != k.shape[1:-1]:
+        raise ValueError(f"takes equal grids and heads of queries and keys, got {_shape(q, k)}")
+    there = len(baselines.blocks_of(q.shape[2:-1], q.device).index)
+    if settings.get("count", 0) >= there:
+        raise ValueError(f"there are {there} blocks, so it would be dense attention")
+    return lambda q, k, v: call(q, k, v, q.shape[-1] ** -0.5, **settings)
+
+
+def _over_all(call: Callable[..., Tensor], q: Tensor, k: Tensor, count: int) -> Attention:
+    """A baseline that takes any grids."""
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(f"takes equal heads of queries and keys, got {_shape(q, k)}")
+    return lambda q, k, v: call(q, k, v, q.shape[-1] ** -0.5, count=count)
 
 
 def _rival(call: rivals.Attention, q: Tensor, k: Tensor, causal: bool, dense: bool = False) -> Attention:
@@ -177,6 +208,17 @@ _OURS: dict[str, Callable[[Tensor, Tensor, bool], Attention]] = {
     "brute-force": _plain(rivals.brute_force),
 }
 assert tuple(_OURS) == BACKENDS
+_SETTINGS: dict[str, Callable[[int, Tensor, Tensor, bool], Attention]] = {
+    "scram-clusters": _scram,
+    "scram-search": partial(_scram, searches=True),
+    "local-blocks": lambda number, q, k, causal: _blocks(baselines.block_sparse, q, k, reach=number // 2),
+    "best-blocks": lambda number, q, k, causal: _blocks(baselines.block_sparse, q, k, count=number),
+    "flex-blocks": lambda number, q, k, causal: _blocks(baselines.flex_blocks, q, k, count=number),
+    "block-means": lambda number, q, k, causal: _blocks(baselines.block_sparse, q, k, count=number, means=True),
+    "random-features": lambda number, q, k, causal: _over_all(baselines.random_features, q, k, number),
+    "top-k": lambda number, q, k, causal: _over_all(baselines.top_keys, q, k, number),
+}
+assert tuple(_SETTINGS) == tuple(FAMILIES)
 
 
 def _shape(q: Tensor, k: Tensor) -> str:

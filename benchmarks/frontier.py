@@ -1,0 +1,182 @@
+"""Error against time of SCRAM and of other attentions on tensors of trained models: `python benchmarks/frontier.py`.
+
+    python benchmarks/trained.py --data FOLDER      # makes the tensors in build/trained, once
+    python benchmarks/frontier.py errors            # of every set; nothing is timed
+    python benchmarks/frontier.py times --kinds "SAM 2, 64x64"   # on one set of each kind; the machine should be idle
+    python benchmarks/frontier.py draw              # docs/images/frontier*.png from results/frontier.json
+
+The error is the output error, |out - exact| / |exact| over the queries of a head, of the worst head, on 2048 queries.
+A time is that of the first held-out set of its kind, beside dense attention by torch in the same run. On a GPU
+(`--device cuda`) tensors are bfloat16 and the rows of results begin with "cuda". A contender that cannot attend a set
+(unlike grids, no package, no memory) is a row with its reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import frontier_plot
+import torch
+from store import Store
+from torch import Tensor
+from trained import STORED, to_choose, trained_sets
+
+import scram
+from scram.cli import judge, rivals
+from scram.cli.arguments import FRONTIER
+from scram.quality.baseline import dense_baseline, yardstick
+from scram.quality.timing import clock
+from scram.quality.truth import Truth
+
+QUERIES = 2048  # of a head whose errors are measured
+ONCE = 1.0  # seconds from which a call is timed once
+LONGEST = 12.0  # seconds of dense attention; what would take longer is continued from some of the queries
+FAILURES = (ImportError, NotImplementedError, RuntimeError, ValueError)
+MOST_POINTS = 12000  # of NATTEN and the oracle on a CPU, which hold or make all scores
+# Kinds of sets by how their names begin; one model on one grid.
+KINDS = {
+    "SAM 2, 112x112": ("sam2_retina_112x112",),
+    "SAM 2, 64x64": ("sam2_", "qkv_sam2"),
+    "MobileSAM, 64x64": ("mobilesam_", "qkv_minisam"),
+    "GMFlow layers, 120x184": ("gmflow_120x184_layer",),
+    "GMFlow matching, 120x184": ("gmflow_120x184_matching",),
+    "GMFlow layers, 60x92": ("gmflow_60x92_layer",),
+    "GMFlow matching, 60x92": ("gmflow_60x92_matching", "qk_gmflow"),
+    "HTDemucs across grids": ("htdemucs_layer1_cross", "htdemucs_time_layer1_cross"),
+    "HTDemucs time, 1344": ("htdemucs_time",),
+    "HTDemucs, 336x8": ("htdemucs_",),
+    "Moonshine, 1029": ("moonshine", "qkv_moonshine"),
+}
+
+
+def kind_of(name: str) -> str:
+    """The kind of a set.
+
+    >>> kind_of("sam2_chelsea_64x64_block5"), kind_of("htdemucs_layer0_self")
+    ('SAM 2, 64x64', 'HTDemucs, 336x8')
+    """
+    return next(kind for kind, begins in KINDS.items() if name.startswith(begins))
+
+
+def contenders(device: str, timed: bool) -> list[str]:
+    """Backends of `scram judge`. FlexAttention's blocks have the outputs of plain torch's: they are timed only."""
+    names = [*FRONTIER, *(["scram-clusters-2048"] if device == "cuda" else [])]
+    return [name for name in names if timed or not name.startswith("flex-")]
+
+
+def attention(name: str, q: Tensor, k: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A backend; where it takes too long on a CPU an error says so."""
+    if name == "scram":  # searched on small grids too
+        search, clusters = rivals.default_setting(q.device.type, 0)
+        return partial(scram.attention, search=search, tail=clusters)
+    if name.startswith(("natten", "top-k")) and q.device.type == "cpu" and math.prod(q.shape[2:-1]) > MOST_POINTS:
+        raise ValueError("it makes all scores, which takes too long here")
+    return judge.backend(name, q, k, False)
+
+
+def prepared(given: tuple[Tensor, Tensor, Tensor, float], device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v without axes of one point; the scale is multiplied into q."""
+    q, k, v, scale = given
+    q, k, v = (x.reshape(*x.shape[:2], *[n for n in x.shape[2:-1] if n > 1], x.shape[-1]) for x in (q, k, v))
+    kind = torch.bfloat16 if device == "cuda" else torch.float32
+    return (q * (scale * q.shape[-1] ** 0.5)).to(device, kind), k.to(device, kind), v.to(device, kind)
+
+
+def reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
+
+
+@torch.no_grad()
+def errors_of(given: tuple[Tensor, Tensor, Tensor, float], device: str) -> dict[str, Any]:
+    """The errors of every contender on a set: of the worst head."""
+    q, k, v = prepared(given, device)
+    truth = Truth.of(q, k, v, num_queries=QUERIES, seed=0)
+    rows: dict[str, Any] = {}
+    for name in contenders(device, timed=False):
+        try:
+            found = truth.errors(attention(name, q, k)(q, k, v))
+            rows[name] = {"output_error": float(found.l2.max()), "p95_error": float(found.p95.value.max())}
+        except FAILURES as error:
+            rows[name] = {"failed": reason(error)}
+    about = {"grid": list(q.shape[2:-1]), "heads": q.shape[1], "width": q.shape[-1], "queries": len(truth.queries)}
+    return {**about, "errors": rows}
+
+
+@torch.no_grad()
+def times_of(given: tuple[Tensor, Tensor, Tensor, float], device: str) -> dict[str, Any]:
+    """The seconds of every contender on a set, beside dense attention."""
+    q, k, v = prepared(given, device)
+    beside = yardstick(q, k, v) if device == "cpu" else None
+    timer = partial(clock, beside=beside)
+    dense = dense_baseline(q, k, v, timer=timer, longest=LONGEST)
+    rows: dict[str, Any] = {}
+    for name in contenders(device, timed=True):
+        try:
+            call = partial(attention(name, q, k), q, k, v)
+            call()  # what is compiled is compiled now
+            timing, _ = clock(call, device, ONCE, beside)
+        except FAILURES as error:
+            rows[name] = {"failed": reason(error)}
+            continue
+        rows[name] = {
+            "ms": 1e3 * timing.seconds,
+            "cpu_ms": 1e3 * timing.cpu_seconds,
+            "calls": timing.calls,
+            "steady": timing.steady,
+            "of_dense": timing.seconds / dense.seconds,
+        }
+    about = {"grid": list(q.shape[2:-1]), "heads": q.shape[1], "width": q.shape[-1], "threads": torch.get_num_threads()}
+    return {**about, "dense_ms": 1e3 * dense.seconds, "dense_is_continued": dense.continued, "times": rows}
+
+
+def report(rows: dict[str, Any], key: str) -> str:
+    return ", ".join(f"{name} {row[key]:.3g}" for name, row in rows.items() if key in row)
+
+
+def timed_set(kind: str, folder: Path) -> str:
+    """The set of a kind that is timed: the first that no default was chosen on, or the first."""
+    names = sorted(path.stem for path in folder.glob("*.npz") if kind_of(path.stem) == kind)
+    if not names:
+        raise SystemExit(f"no set of the kind {kind!r} is in {folder}; run benchmarks/trained.py")
+    return next((name for name in names if not to_choose(name)), names[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("errors", "times", "draw"))
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS), help="default: all")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--tensors", type=Path, default=STORED, help="folder of trained.py (default: %(default)s)")
+    parser.add_argument("--missing", action="store_true", help="errors of sets that have no row yet")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    scram.check_first_call(False)
+    torch.manual_seed(0)
+    store = Store("frontier")
+    if given.what == "draw":
+        frontier_plot.draw(store.data)
+        return
+    prefix = "" if given.device == "cpu" else "cuda "
+    for kind in given.kinds:
+        if given.what == "times":
+            name = timed_set(kind, given.tensors)
+            row = times_of(trained_sets(given.tensors, (name,))[name], given.device)
+            store.put(f"{prefix}times {kind}", set=name, **row)
+            print(f"{kind}: of dense {report(row['times'], 'of_dense')}", flush=True)
+            continue
+        for path in sorted(given.tensors.glob("*.npz")):
+            row_name = f"{prefix}errors {path.stem}"
+            if kind_of(path.stem) == kind and not (given.missing and row_name in store.data):
+                row = errors_of(trained_sets(given.tensors, (path.stem,))[path.stem], given.device)
+                store.put(row_name, kind=kind, choose=to_choose(path.stem), **row)
+                print(f"{path.stem}: {report(row['errors'], 'output_error')}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
