@@ -413,7 +413,7 @@ def judge() -> str:
         values = row["p95_error"]["value"][0]
         worst = values.index(max(values))
         errors = (interval(row[key], worst) for key in ("median_error", "p95_error"))
-        rest = share(row["l2_error"][0][worst]), time(row["seconds"]), f"{row['ratio']:.3g}"
+        rest = share(row["output_error"][0][worst]), time(row["seconds"]), f"{row['ratio']:.3g}"
         lines.append((f"`{name}`", *errors, *rest))
     return table(head, *lines)
 

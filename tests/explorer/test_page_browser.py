@@ -107,7 +107,7 @@ def test_numbers_are_those_of_attend(visit, known):
     assert routed > 0.01
     assert number(page, "Weight of the clusters") == pytest.approx(1 - held - routed, abs=0.01)
     error = float((joined.out[at] - exact.out[at]).norm()) / known.page.numbers["rms"][0]
-    assert number(page, "Output error") == pytest.approx(error, abs=0.02)
+    assert number(page, "Error of this query") == pytest.approx(error, abs=0.02)
     assert sum(attended(page)["scram"]) == pytest.approx(1, abs=1e-3)
     assert "captured" not in page.locator("#quality").inner_text()
     assert f"{100 * known.page.numbers['quality']['mass']:.1f} %" in page.locator("#quality").inner_text()

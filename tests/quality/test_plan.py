@@ -269,9 +269,9 @@ def test_check_takes_what_a_call_takes():
     q, k, v = diffuse(size=16)
     mask, extra = torch.rand(1, 16, 16) < 0.7, (torch.randn(1, 1, 3, 8), torch.randn(1, 1, 3, 16))
     made = plan(Setting(SEARCH, scram.Clusters(count=256)))  # as many as keys: exact
-    assert made.check(q, k, v, key_mask=mask, extra=extra, scale=0.5).errors.l2.max() < 1e-4
+    assert made.check(q, k, v, key_mask=mask, extra=extra, scale=0.5).errors.output.max() < 1e-4
     causal = plan(Setting(SEARCH, scram.DrawnKeys(samples=256)), causal=True)
-    assert causal.check(q, k, v).errors.l2.max() < 1e-4
+    assert causal.check(q, k, v).errors.output.max() < 1e-4
 
 
 def test_reasons():
@@ -292,9 +292,10 @@ def test_reasons():
         assert made.speedup == 1
     assert "not tried: 3 ms or more" in str(made)
     table = str(fast).splitlines()
-    assert table[1].split() == ["setting", "keys", "visited", "ms", "of", "dense", "95th", "percentile", "L2*"]
+    assert table[1].split() == ["setting", "keys", "visited", "ms", "of", "dense", "output", "error*", "95th", "percentile"]
     assert table[2].startswith("->  2 matches, windows only")
-    assert "0.50      0.0500 [0.0400, inf]" in table[2]
+    assert table[2].split()[-5:-3] == ["0.50", "0.1000"]
+    assert "0.0500 [0.0400, inf]" in table[2]
 
 
 MASK = torch.rand(1, 16, 16, generator=torch.Generator().manual_seed(0)) < 0.7
