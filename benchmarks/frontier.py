@@ -38,7 +38,7 @@ QUERIES = 2048  # of a head whose errors are measured
 ONCE = 1.0  # seconds from which a call is timed once
 LONGEST = 12.0  # seconds of dense attention; what would take longer is continued from some of the queries
 FAILURES = (ImportError, NotImplementedError, RuntimeError, ValueError)
-MOST_POINTS = 12000  # of NATTEN and the oracle on a CPU, which hold or make all scores
+MOST_POINTS = 6000  # of NATTEN and the oracle on a CPU, which hold or make all scores
 # Kinds of sets by how their names begin; one model on one grid.
 KINDS = {
     "SAM 2, 112x112": ("sam2_retina_112x112",),
@@ -67,7 +67,7 @@ def kind_of(name: str) -> str:
 def contenders(device: str, timed: bool) -> list[str]:
     """Backends of `scram judge`. FlexAttention's blocks have the outputs of plain torch's: they are timed only."""
     names = [*FRONTIER, *(["scram-clusters-2048"] if device == "cuda" else [])]
-    return [name for name in names if timed or not name.startswith("flex-")]
+    return [name for name in names if timed or not name.startswith(("flex-", "sdpa"))]
 
 
 def attention(name: str, q: Tensor, k: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -139,12 +139,12 @@ def report(rows: dict[str, Any], key: str) -> str:
     return ", ".join(f"{name} {row[key]:.3g}" for name, row in rows.items() if key in row)
 
 
-def timed_set(kind: str, folder: Path) -> str:
-    """The set of a kind that is timed: the first that no default was chosen on, or the first."""
-    names = sorted(path.stem for path in folder.glob("*.npz") if kind_of(path.stem) == kind)
+def sets_of(kind: str, folder: Path) -> list[str]:
+    """The sets of a kind, first those that no default was chosen on."""
+    names = [path.stem for path in folder.glob("*.npz") if kind_of(path.stem) == kind]
     if not names:
         raise SystemExit(f"no set of the kind {kind!r} is in {folder}; run benchmarks/trained.py")
-    return next((name for name in names if not to_choose(name)), names[0])
+    return sorted(names, key=lambda name: (to_choose(name), name.startswith("qk"), name[::-1]))
 
 
 def main() -> None:
@@ -154,6 +154,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tensors", type=Path, default=STORED, help="folder of trained.py (default: %(default)s)")
     parser.add_argument("--missing", action="store_true", help="errors of sets that have no row yet")
+    parser.add_argument("--most", type=int, default=1000, help="sets of each kind, held-out ones first; default: all")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     scram.check_first_call(False)
@@ -165,17 +166,17 @@ def main() -> None:
     prefix = "" if given.device == "cpu" else "cuda "
     for kind in given.kinds:
         if given.what == "times":
-            name = timed_set(kind, given.tensors)
+            name = sets_of(kind, given.tensors)[0]
             row = times_of(trained_sets(given.tensors, (name,))[name], given.device)
             store.put(f"{prefix}times {kind}", set=name, **row)
             print(f"{kind}: of dense {report(row['times'], 'of_dense')}", flush=True)
             continue
-        for path in sorted(given.tensors.glob("*.npz")):
-            row_name = f"{prefix}errors {path.stem}"
-            if kind_of(path.stem) == kind and not (given.missing and row_name in store.data):
-                row = errors_of(trained_sets(given.tensors, (path.stem,))[path.stem], given.device)
-                store.put(row_name, kind=kind, choose=to_choose(path.stem), **row)
-                print(f"{path.stem}: {report(row['errors'], 'output_error')}", flush=True)
+        for name in sets_of(kind, given.tensors)[: given.most]:
+            row_name = f"{prefix}errors {name}"
+            if not (given.missing and row_name in store.data):
+                row = errors_of(trained_sets(given.tensors, (name,))[name], given.device)
+                store.put(row_name, kind=kind, choose=to_choose(name), **row)
+                print(f"{name}: {report(row['errors'], 'output_error')}", flush=True)
 
 
 if __name__ == "__main__":

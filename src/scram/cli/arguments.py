@@ -34,7 +34,7 @@ FAMILIES: dict[str, tuple[int, ...]] = {
     "flex-blocks": (4, 16, 64),
     "block-means": (4, 16, 64),
     "random-features": (64, 256, 1024),
-    "top-k": (16, 64, 256, 1024),
+    "top-k": (16, 64, 256),
 }
 FRONTIER = (
     *("sdpa", "scram", "scram-windows", "scram-paper", "natten"),

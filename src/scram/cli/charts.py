@@ -1,7 +1,6 @@
 """Charts: lines in colors that everyone can tell apart, with a marker each, and log-log plots with slopes."""
 
 from collections.abc import Mapping, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,35 +96,40 @@ def series(rows: Sequence[measuring.Row]) -> Series:
     return by_contender
 
 
-def performance(rows: Sequence[measuring.Row], path: Path) -> None:
-    """Time and peak memory against the number of pixels, log-log, one column for each width."""
-    widths = sorted({row["width"] for row in rows})
+def performance(rows: Sequence[measuring.Row], path: Path, more: Path) -> None:
+    """Times of the forward pass of the widest features at `path`; everything else, a panel below the other, at `more`.
+
+    All against the number of pixels, log-log.
+    """
     wanted = [
-        ("attention", False, "least", "forward", "seconds"),
-        ("attention", False, "output_error", "output error, forward; exact attention is left out", "output error"),
-        ("attention", True, "least", "forward and backward", "seconds"),
-        ("attention", False, "peak_bytes", "peak memory, forward", "MiB"),
-        ("attention", True, "peak_bytes", "peak memory, forward and backward", "MiB"),
-        ("search", False, "least", "search alone, index building included", "seconds"),
+        ("attention", False, "least", "Time, forward", "seconds"),
+        ("attention", False, "output_error", "Output error, forward; exact attention is left out", "output error"),
+        ("attention", True, "least", "Time, forward and backward", "seconds"),
+        ("attention", False, "peak_bytes", "Peak memory, forward", "MiB"),
+        ("attention", True, "peak_bytes", "Peak memory, forward and backward", "MiB"),
+        ("search", False, "least", "Time of a search alone, index building included", "seconds"),
     ]
-    measured = {(row["kind"], row["backward"], quantity) for row in rows for quantity in row if _shown(row, quantity)}
-    shown = [one for one in wanted if one[:3] in measured]
-    down = max(1, len(shown))
-    across = len(widths)
+    panels: list[tuple[str, str, str, dict[str, list[measuring.Row]]]] = []
+    for width in sorted({row["width"] for row in rows}, reverse=True):
+        for kind, backward, quantity, name, unit in wanted:
+            own = [kind, width, backward]
+            panel = {contender: some for (*of, contender), some in series(rows).items() if of == own}
+            if any(_shown(row, quantity) for some in panel.values() for row in some):
+                panels.append((f"{name}; width {width}", quantity, unit, panel))
     machine = rows[0]["machine"]
     where = machine["gpu"] or f"{counted(machine['threads'], 'thread')} of {machine['cpu']}"
     continued = any("about" in row for row in rows)
     note = "fastest of several calls; hollow: continued from smaller sizes" if continued else "fastest call"
-    title = f"Attention over pictures: {where}; {note}"
-    figure = new_figure(8.4 * across, 4.0 * down + 0.4, title, fontsize=14)
-    for place, ((kind, backward, quantity, name, unit), width) in enumerate(product(shown, widths), 1):
-        panel = {contender: some for (*of, contender), some in series(rows).items() if of == [kind, width, backward]}
-        if any(_shown(row, quantity) for some in panel.values() for row in some):
-            axes = figure.add_subplot(down, across, place)
-            _loglog(axes, panel, quantity)
-            axes.set_title(f"{name}; width {width}", loc="left", color=INK)
-            axes.set(xlabel="pixels = queries = keys", ylabel=unit)
-    figure.savefig(path)
+    for target, some in ((path, panels[:1]), (more, panels[1:])):
+        if some:
+            figure = new_figure(7.2, 6.4 * len(some) + 0.5, f"{where}\n{note}", fontsize=12)
+            for place, (name, quantity, unit, panel) in enumerate(some, 1):
+                axes = figure.add_subplot(len(some), 1, place)
+                _loglog(axes, panel, quantity)
+                axes.set_title(name, loc="left", color=INK, fontsize=13)
+                axes.set_xlabel("pixels = queries = keys", fontsize=12)
+                axes.set_ylabel(unit, fontsize=12)
+            figure.savefig(target)
 
 
 def _shown(row: measuring.Row, quantity: str) -> bool:
@@ -148,7 +152,8 @@ def _loglog(axes: Axes, lines: dict[str, list[measuring.Row]], quantity: str) ->
             label += f"\n(no memory for {beyond['size']}²)"
         color, marker = STYLES.get(contender, ("#999999", "."))
         dash = (0, (4, 1.5)) if contender.startswith("flex ") else "-"
-        style: dict[str, Any] = {"color": color, "marker": marker, "markersize": 6, "linewidth": 1.6}
+        thick = 2.6 if contender.startswith("SCRAM") else 1.4
+        style: dict[str, Any] = {"color": color, "marker": marker, "markersize": 6, "linewidth": thick}
         axes.plot([n * n for n, _ in points], [y for _, y in points], label=label, linestyle=dash, **style)
         # Only the next size is continued: from there on it would be a guess from a guess.
         if "about" in beyond and quantity == "least":
@@ -162,7 +167,8 @@ def _loglog(axes: Axes, lines: dict[str, list[measuring.Row]], quantity: str) ->
         axes.set_yticks([0.01, 0.03, 0.1, 0.3, 1.0], [".01", ".03", ".1", ".3", "1"])
     axes.minorticks_off()
     axes.grid(True, color="#dddddd", linewidth=0.6)
-    axes.legend(fontsize=9, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.02))
+    axes.tick_params(labelsize=12)
+    axes.legend(fontsize=11, frameon=False, loc="upper center", bbox_to_anchor=(0.45, -0.14), ncols=2)
 
 
 def error_against_time(axes: Axes, points: Sequence[Point], labels: bool = True) -> dict[str, Style]:
