@@ -1,8 +1,8 @@
 """Error against time of SCRAM and of other attentions on tensors of trained models: `python benchmarks/frontier.py`.
 
     python benchmarks/trained.py --data FOLDER      # makes the tensors in build/trained, once
-    python benchmarks/frontier.py errors            # of every set; nothing is timed
     python benchmarks/frontier.py times --kinds "SAM 2, 64x64"   # on one set of each kind; the machine should be idle
+    python benchmarks/frontier.py errors --missing  # of all other sets; nothing is timed
     python benchmarks/frontier.py draw              # docs/images/frontier*.png from results/frontier.json
 
 The error is the output error, |out - exact| / |exact| over the queries of a head, of the worst head, on 2048 queries.
@@ -93,46 +93,36 @@ def reason(error: Exception) -> str:
 
 
 @torch.no_grad()
-def errors_of(given: tuple[Tensor, Tensor, Tensor, float], device: str) -> dict[str, Any]:
-    """The errors of every contender on a set: of the worst head."""
+def measured(
+    given: tuple[Tensor, Tensor, Tensor, float], device: str, names: list[str], timed: bool
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """What the set is; by contender the errors of the worst head; `timed`: times beside dense attention."""
     q, k, v = prepared(given, device)
     truth = Truth.of(q, k, v, num_queries=QUERIES, seed=0)
-    rows: dict[str, Any] = {}
-    for name in contenders(device, timed=False):
-        try:
-            found = truth.errors(attention(name, q, k)(q, k, v))
-            rows[name] = {"output_error": float(found.output.max()), "p95_error": float(found.p95.value.max())}
-        except FAILURES as error:
-            rows[name] = {"failed": reason(error)}
-    about = {"grid": list(q.shape[2:-1]), "heads": q.shape[1], "width": q.shape[-1], "queries": len(truth.queries)}
-    return {**about, "errors": rows}
-
-
-@torch.no_grad()
-def times_of(given: tuple[Tensor, Tensor, Tensor, float], device: str) -> dict[str, Any]:
-    """The seconds of every contender on a set, beside dense attention."""
-    q, k, v = prepared(given, device)
-    beside = yardstick(q, k, v) if device == "cpu" else None
-    timer = partial(clock, beside=beside)
-    dense = dense_baseline(q, k, v, timer=timer, longest=LONGEST)
-    rows: dict[str, Any] = {}
-    for name in contenders(device, timed=True):
+    about = {"grid": list(q.shape[2:-1]), "heads": q.shape[1], "width": q.shape[-1], "threads": torch.get_num_threads()}
+    errors: dict[str, Any] = {}
+    times: dict[str, Any] = {}
+    if timed:
+        beside = yardstick(q, k, v) if device == "cpu" else None
+        dense = dense_baseline(q, k, v, timer=partial(clock, beside=beside), longest=LONGEST)
+        about |= {"dense_ms": 1e3 * dense.seconds, "dense_is_continued": dense.continued}
+    for name in names:
         try:
             call = partial(attention(name, q, k), q, k, v)
-            call()  # what is compiled is compiled now
-            timing, _ = clock(call, device, ONCE, beside)
+            found = truth.errors(call())  # what is compiled is compiled now
+            errors[name] = {"output_error": float(found.output.max()), "p95_error": float(found.p95.value.max())}
+            if timed:
+                timing, _ = clock(call, device, ONCE, beside)
+                times[name] = {
+                    "ms": 1e3 * timing.seconds,
+                    "cpu_ms": 1e3 * timing.cpu_seconds,
+                    "calls": timing.calls,
+                    "steady": timing.steady,
+                    "of_dense": timing.seconds / dense.seconds,
+                }
         except FAILURES as error:
-            rows[name] = {"failed": reason(error)}
-            continue
-        rows[name] = {
-            "ms": 1e3 * timing.seconds,
-            "cpu_ms": 1e3 * timing.cpu_seconds,
-            "calls": timing.calls,
-            "steady": timing.steady,
-            "of_dense": timing.seconds / dense.seconds,
-        }
-    about = {"grid": list(q.shape[2:-1]), "heads": q.shape[1], "width": q.shape[-1], "threads": torch.get_num_threads()}
-    return {**about, "dense_ms": 1e3 * dense.seconds, "dense_is_continued": dense.continued, "times": rows}
+            errors[name] = {"failed": reason(error)}
+    return about, errors, times
 
 
 def report(rows: dict[str, Any], key: str) -> str:
@@ -154,6 +144,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tensors", type=Path, default=STORED, help="folder of trained.py (default: %(default)s)")
     parser.add_argument("--missing", action="store_true", help="errors of sets that have no row yet")
+    parser.add_argument("--only", default="", help="contenders whose names begin so; others keep their rows")
     parser.add_argument("--most", type=int, default=1000, help="sets of each kind, held-out ones first; default: all")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -164,19 +155,21 @@ def main() -> None:
         frontier_plot.draw(store.data)
         return
     prefix = "" if given.device == "cpu" else "cuda "
+    timed = given.what == "times"
     for kind in given.kinds:
-        if given.what == "times":
-            name = sets_of(kind, given.tensors)[0]
-            row = times_of(trained_sets(given.tensors, (name,))[name], given.device)
-            store.put(f"{prefix}times {kind}", set=name, **row)
-            print(f"{kind}: of dense {report(row['times'], 'of_dense')}", flush=True)
-            continue
-        for name in sets_of(kind, given.tensors)[: given.most]:
+        for name in sets_of(kind, given.tensors)[: 1 if timed else given.most]:
             row_name = f"{prefix}errors {name}"
-            if not (given.missing and row_name in store.data):
-                row = errors_of(trained_sets(given.tensors, (name,))[name], given.device)
-                store.put(row_name, kind=kind, choose=to_choose(name), **row)
-                print(f"{name}: {report(row['errors'], 'output_error')}", flush=True)
+            if given.missing and row_name in store.data:
+                continue
+            names = [one for one in contenders(given.device, timed) if one.startswith(given.only)]
+            about, errors, times = measured(trained_sets(given.tensors, (name,))[name], given.device, names, timed)
+            known = store.data.get(row_name, {}).get("errors", {})
+            store.put(row_name, kind=kind, choose=to_choose(name), **about, errors={**known, **errors})
+            if timed:
+                known = store.data.get(f"{prefix}times {kind}", {}).get("times", {})
+                store.put(f"{prefix}times {kind}", set=name, **about, times={**known, **times})
+            print(f"{name}: {report(errors, 'output_error')}", flush=True)
+            print(f"of dense: {report(times, 'of_dense')}" * timed, flush=True)
 
 
 if __name__ == "__main__":
