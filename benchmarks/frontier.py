@@ -35,7 +35,7 @@ from scram.quality.timing import clock
 from scram.quality.truth import Truth
 
 QUERIES = 2048  # of a head whose errors are measured
-ONCE = 1.0  # seconds from which a call is timed once
+ONCE = 0.3  # seconds from which a call is timed once
 LONGEST = 12.0  # seconds of dense attention; what would take longer is continued from some of the queries
 FAILURES = (ImportError, NotImplementedError, RuntimeError, ValueError)
 MOST_POINTS = 6000  # of NATTEN and the oracle on a CPU, which hold or make all scores
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tensors", type=Path, default=STORED, help="folder of trained.py (default: %(default)s)")
     parser.add_argument("--missing", action="store_true", help="errors of sets that have no row yet")
-    parser.add_argument("--only", default="", help="contenders whose names begin so; others keep their rows")
+    parser.add_argument("--only", nargs="*", default=[""], help="contenders whose names begin so; others keep theirs")
     parser.add_argument("--most", type=int, default=1000, help="sets of each kind, held-out ones first; default: all")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -161,7 +161,7 @@ def main() -> None:
             row_name = f"{prefix}errors {name}"
             if given.missing and row_name in store.data:
                 continue
-            names = [one for one in contenders(given.device, timed) if one.startswith(given.only)]
+            names = [one for one in contenders(given.device, timed) if one.startswith(tuple(given.only))]
             about, errors, times = measured(trained_sets(given.tensors, (name,))[name], given.device, names, timed)
             known = store.data.get(row_name, {}).get("errors", {})
             store.put(row_name, kind=kind, choose=to_choose(name), **about, errors={**known, **errors})

@@ -20,6 +20,7 @@ from ..core.dense import fused_attention
 
 SIDES = {1: 64, 2: 8, 3: 4, 4: 3}  # of a block by the rank of the grid
 CHUNK = 1 << 24  # numbers at a time
+LEAST_EXPONENT = -40.0  # of random features: products of smaller ones are subnormal, which is very slow on a CPU
 
 
 def top_keys(q: Tensor, k: Tensor, v: Tensor, scale: float, count: int = 64) -> Tensor:
@@ -50,10 +51,9 @@ def random_features(q: Tensor, k: Tensor, v: Tensor, scale: float, count: int = 
 
     of_q, of_k = exponents(q), exponents(k)
     # Neither factor changes the softmax: one for each query, one for all keys of a head.
-    p_q = (of_q - of_q.amax(-1, keepdim=True)).exp()
-    p_k = (of_k - of_k.amax((-1, -2), keepdim=True)).exp()
-    least = torch.finfo(q.dtype).tiny
-    total = (p_q @ p_k.sum(-2).unsqueeze(-1)).clamp(min=least)  # [B, H, N, 1]
+    p_q = (of_q - of_q.amax(-1, keepdim=True)).clamp(min=LEAST_EXPONENT).exp()
+    p_k = (of_k - of_k.amax((-1, -2), keepdim=True)).clamp(min=LEAST_EXPONENT).exp()
+    total = p_q @ p_k.sum(-2).unsqueeze(-1)  # [B, H, N, 1]
     return (p_q @ (p_k.mT @ v.flatten(2, -2)) / total).reshape(*q.shape[:-1], v.shape[-1])
 
 
