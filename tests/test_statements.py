@@ -28,7 +28,7 @@ def says(statement, *texts):
 
 def off(out, q, k, v):
     exact = scram.exact_attention(q, k, v).out
-    return float(((out - exact).norm(dim=(-1, -2, -3)) / exact.norm(dim=(-1, -2, -3))).max())
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(out[0], exact[0], strict=True))
 
 
 @pytest.mark.slow
@@ -131,12 +131,13 @@ def test_sam2_is_tuned_on_one_photograph_and_shown_on_another():
     assert row["0.05"]["layers"] < row["0.05"]["dense"]
 
 
-def test_the_site_has_a_row_for_every_trained_layer():
-    says("Every trained layer at hand, beside other attentions")
+def test_the_page_of_the_frontier_holds_trained_layers_and_other_attentions():
+    says("Layers of trained models beside other attentions: [error against time]")
     rows = stored("frontier")
-    assert sum(name.startswith("errors ") for name in rows) == 50
+    sets = {name.removeprefix("errors ").split("_")[0] for name in rows if name.startswith("errors ")}
+    assert {"sam2", "mobilesam", "gmflow", "htdemucs", "moonshine"} <= sets
     families = {name.rsplit("-", 1)[0] for row in rows.values() for name in row.get("times", {})}
-    assert {"best-blocks", "flex-blocks", "block-means", "random-features", "top-k", "scram-clusters"} <= families
+    assert {"best-blocks", "block-means", "random-features", "top-k", "scram-clusters"} <= families
 
 
 def test_search_time_grows_nearly_linearly():

@@ -15,7 +15,7 @@ def test_a_line_for_each_batch_and_head():
     columns = {"error": Interval(value, value / 2, value * 2), "output error*": value}
     lines = of_heads(columns, {"verdict": [["a", "b", "c"], ["d", "e", "f"]]})
     assert lines[0] == "batch head  error                 output error*  verdict"
-    assert lines[5] == "    1    1  0.400 [0.200, 0.800]            0.4000  e"
+    assert lines[5] == "    1    1  0.400 [0.200, 0.800]         0.4000  e"
     assert len({line.index("[") for line in lines[1:7]}) == 1
     assert lines[-1].startswith("* a point value")
     assert len(lines) == 8

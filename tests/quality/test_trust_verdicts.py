@@ -131,7 +131,7 @@ def made(
     setting = Setting(SEARCH, scram.Clusters(count=64) if tail else None)
     wide, after = interval(*error), interval(*tail_error)
     return Trust(
-        share, share, wide, wide, known, after, after, known, Cost(*cost), setting, {}, budget, None, 10, 20, 0
+        known, wide, wide, known, after, after, share, share, Cost(*cost), setting, {}, budget, None, 10, 20, 0
     )
 
 

@@ -211,7 +211,7 @@ def error_against_time(axes: Axes, points: Sequence[Point], labels: bool = True)
     axes.set_xticks(ticks, [f"{x:g}" if x >= 1 else f"1/{round(1 / x)}" for x in ticks])
     error_axis(axes, "y")
     axes.grid(True, color="#dddddd", linewidth=0.6)
-    if labels:
+    if labels and set(families) - {DENSE}:
         axes.legend(fontsize=9, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return styles
 
