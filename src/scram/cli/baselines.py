@@ -19,7 +19,7 @@ from torch import Tensor
 from ..core.dense import fused_attention
 
 SIDES = {1: 64, 2: 8, 3: 4, 4: 3}  # of a block by the rank of the grid
-CHUNK = 1 << 24  # numbers at a time
+CHUNK = 1 << 20  # numbers at a time: what a cache holds, so that no fresh memory is needed
 LEAST_EXPONENT = -40.0  # of random features: products of smaller ones are subnormal, which is very slow on a CPU
 
 
@@ -46,15 +46,24 @@ def random_features(q: Tensor, k: Tensor, v: Tensor, scale: float, count: int = 
     directions = (torch.cat(blocks, 1).T[:count] * lengths).to(q)  # [count, E]
 
     def exponents(x: Tensor) -> Tensor:
-        x = x.flatten(2, -2) * scale**0.5
-        return x @ directions.T - x.square().sum(-1, keepdim=True) / 2  # [B, H, N, count]
+        """[B, H, n, E] -> [B, H, n, count]."""
+        x = x * scale**0.5
+        return x @ directions.T - x.square().sum(-1, keepdim=True) / 2
 
-    of_q, of_k = exponents(q), exponents(k)
     # Neither factor changes the softmax: one for each query, one for all keys of a head.
-    p_q = (of_q - of_q.amax(-1, keepdim=True)).clamp(min=LEAST_EXPONENT).exp()
-    p_k = (of_k - of_k.amax((-1, -2), keepdim=True)).clamp(min=LEAST_EXPONENT).exp()
-    total = p_q @ p_k.sum(-2).unsqueeze(-1)  # [B, H, N, 1]
-    return (p_q @ (p_k.mT @ v.flatten(2, -2)) / total).reshape(*q.shape[:-1], v.shape[-1])
+    some = max(1, CHUNK // (q.shape[0] * q.shape[1] * count))
+    keys = k.flatten(2, -2).split(some, 2)
+    most = torch.stack([exponents(part).amax((-1, -2), keepdim=True) for part in keys]).amax(0)  # [B, H, 1, 1]
+    values = torch.cat([v.flatten(2, -2), torch.ones_like(k.flatten(2, -2)[..., :1])], -1)  # the last: the normalizer
+    summed = torch.zeros(*k.shape[:2], count, values.shape[-1], dtype=q.dtype, device=q.device)
+    for part, its in zip(keys, values.split(some, 2), strict=True):
+        summed += (exponents(part) - most).clamp(min=LEAST_EXPONENT).exp().mT @ its
+    outs = []
+    for part in q.flatten(2, -2).split(some, 2):
+        of_q = exponents(part)
+        out = (of_q - of_q.amax(-1, keepdim=True)).clamp(min=LEAST_EXPONENT).exp() @ summed
+        outs.append(out[..., :-1] / out[..., -1:])
+    return torch.cat(outs, 2).reshape(*q.shape[:-1], v.shape[-1])
 
 
 class Blocks(NamedTuple):
