@@ -11,6 +11,7 @@ from tables_frontier import kinds, measured, sets_of, shape_of
 
 from scram.cli import charts
 from scram.cli.arguments import family_of
+from scram.cli.console import counted
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 LEAST_TOKENS = 4096  # of the grids that the first picture joins
@@ -72,7 +73,7 @@ def draw(rows: dict[str, Any], folder: Path = IMAGES) -> None:
     axes = figure.subplots()
     charts.error_against_time(axes, [point for point in points if point.family in MAIN], labels=False)
     axes.set_title(f"mean of {sets} held-out layers; lower left is better", loc="left", color=charts.INK, fontsize=12)
-    axes.text(0.985, 0.02, "slower than dense,\nwhich is exact", transform=axes.transAxes, ha="right", fontsize=11)
+    axes.text(0.985, 0.55, "slower than dense,\nwhich is exact", transform=axes.transAxes, ha="right", fontsize=11)
     finish(axes)
     legend(axes, -0.13)
     figure.savefig(folder / "frontier.png")
@@ -80,7 +81,7 @@ def draw(rows: dict[str, Any], folder: Path = IMAGES) -> None:
     figure = charts.new_figure(WIDTH, 4.6 * len(several) + 2, "Error against time, every kind of layers", fontsize=13)
     for axes, kind in zip(figure.subplots(len(several), 1, squeeze=False)[:, 0], several, strict=True):
         charts.error_against_time(axes, points_of(kind, rows), labels=False)
-        about = f"{len(sets_of(kind, rows)[0])} sets, {rows[f'times {kind}']['heads']} heads"
+        about = f"{counted(len(sets_of(kind, rows)[0]), 'layer')}, heads: {rows[f'times {kind}']['heads']}"
         axes.set_title(f"{shape_of(kind)} tokens; {about}", loc="left", color=charts.INK, fontsize=12)
         finish(axes)
     figure.legend(
