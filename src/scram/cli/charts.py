@@ -63,6 +63,7 @@ FAMILY_STYLES: dict[str, Style] = {
     "random-features": ("#7A7A7A", "X"),
     "top-k": ("#000000", "h"),
     "natten": ("#882255", "p"),
+    DENSE: ("#555555", "o"),
 }
 FAMILY_NAMES = {
     "scram": "SCRAM, default",
