@@ -135,7 +135,7 @@ def test_the_page_of_the_frontier_holds_trained_layers_and_other_attentions():
     says("Layers of trained models beside other attentions: [error against time]")
     rows = stored("frontier")
     sets = {name.removeprefix("errors ").split("_")[0] for name in rows if name.startswith("errors ")}
-    assert {"sam2", "mobilesam", "gmflow", "htdemucs", "moonshine"} <= sets
+    assert {"sam2", "mobilesam", "gmflow", "moonshine"} <= sets
     families = {name.rsplit("-", 1)[0] for row in rows.values() for name in row.get("times", {})}
     assert {"best-blocks", "block-means", "random-features", "top-k", "scram-clusters"} <= families
 
