@@ -29,10 +29,10 @@ def top_keys(q: Tensor, k: Tensor, v: Tensor, scale: float, count: int = 64) -> 
     count = min(count, flat[1].shape[2])
     some = max(1, CHUNK // (q.shape[0] * q.shape[1] * max(flat[1].shape[2], count * v.shape[-1])))
     parts = []
-    for part in flat[0].split(some, 2):  # [B, H, n, E]
+    for part in torch.split(flat[0], some, 2):  # [B, H, n, E]
         score, index = (scale * part @ flat[1].mT).topk(count, -1)  # [B, H, n, count]
         rows = index.flatten(2).unsqueeze(-1).expand(-1, -1, -1, v.shape[-1])
-        values = flat[2].gather(2, rows).unflatten(2, index.shape[2:])  # [B, H, n, count, F]
+        values = flat[2].gather(2, rows).reshape(*index.shape, -1)  # [B, H, n, count, F]
         parts.append((score.softmax(-1).unsqueeze(-2) @ values).squeeze(-2))
     return torch.cat(parts, 2).reshape(*q.shape[:-1], v.shape[-1])
 
@@ -52,14 +52,14 @@ def random_features(q: Tensor, k: Tensor, v: Tensor, scale: float, count: int = 
 
     # Neither factor changes the softmax: one for each query, one for all keys of a head.
     some = max(1, CHUNK // (q.shape[0] * q.shape[1] * count))
-    keys = k.flatten(2, -2).split(some, 2)
+    keys = torch.split(k.flatten(2, -2), some, 2)
     most = torch.stack([exponents(part).amax((-1, -2), keepdim=True) for part in keys]).amax(0)  # [B, H, 1, 1]
     values = torch.cat([v.flatten(2, -2), torch.ones_like(k.flatten(2, -2)[..., :1])], -1)  # the last: the normalizer
     summed = torch.zeros(*k.shape[:2], count, values.shape[-1], dtype=q.dtype, device=q.device)
-    for part, its in zip(keys, values.split(some, 2), strict=True):
+    for part, its in zip(keys, torch.split(values, some, 2), strict=True):
         summed += (exponents(part) - most).clamp(min=LEAST_EXPONENT).exp().mT @ its
     outs = []
-    for part in q.flatten(2, -2).split(some, 2):
+    for part in torch.split(q.flatten(2, -2), some, 2):
         of_q = exponents(part)
         out = (of_q - of_q.amax(-1, keepdim=True)).clamp(min=LEAST_EXPONENT).exp() @ summed
         outs.append(out[..., :-1] / out[..., -1:])
@@ -69,14 +69,14 @@ def random_features(q: Tensor, k: Tensor, v: Tensor, scale: float, count: int = 
 class Blocks(NamedTuple):
     """The points of a grid by blocks."""
 
-    index: Tensor  # [T, S] flat numbers of the points, 0 for padding
+    points: Tensor  # [T, S] their flat numbers, 0 for padding
     real: Tensor  # [T, S] False for padding
     place: Tensor  # [N] of each point among all places of blocks
 
     def of(self, x: Tensor) -> Tensor:
         """[B, H, *G, E] -> [B, H, T, S, E], 0 for padding."""
-        taken = x.flatten(2, -2)[:, :, self.index.flatten()].unflatten(2, self.index.shape)
-        return taken * self.real.unsqueeze(-1)
+        taken = x.flatten(2, -2)[:, :, self.points.flatten()]
+        return taken.reshape(*x.shape[:2], *self.points.shape, -1) * self.real.unsqueeze(-1)
 
     def mean(self, x: Tensor) -> Tensor:
         """[B, H, T, S, E] -> [B, H, T, E], padding left out."""
@@ -84,7 +84,7 @@ class Blocks(NamedTuple):
 
     def joined(self, x: Tensor, grid: torch.Size) -> Tensor:
         """[B, H, T, S, F] -> [B, H, *G, F]."""
-        return x.flatten(2, 3)[:, :, self.place].unflatten(2, grid)
+        return x.flatten(2, 3)[:, :, self.place].reshape(*x.shape[:2], *grid, -1)
 
 
 @cache
@@ -108,7 +108,7 @@ def best_blocks(q: Tensor, k: Tensor, blocks: Blocks, count: int) -> Tensor:
 def near_blocks(blocks: Blocks, grid: torch.Size, reach: int) -> tuple[Tensor, Tensor]:
     """Numbers of the blocks around each block, first those that count, and how many count: [T, most] and [T]."""
     side = SIDES[len(grid)]
-    axes = (torch.arange(-(-extent // side), device=blocks.index.device) for extent in grid)
+    axes = (torch.arange(-(-extent // side), device=blocks.points.device) for extent in grid)
     at = torch.cartesian_prod(*axes).reshape(-1, len(grid))  # [T, rank]
     near = ((at[:, None] - at[None]).abs() <= reach).all(-1)  # [T, T]
     numbers = near.sum(-1)
@@ -132,7 +132,7 @@ def block_sparse(
     row = torch.arange(rows, device=q.device).reshape(*q.shape[:2], 1, 1)
     some = max(1, CHUNK // (rows * chosen.shape[-1] * in_k.shape[3] * q.shape[-1]))
     outs = []
-    for part, which, real in zip(in_q.split(some, 2), chosen.split(some, 2), counts.split(some, 2), strict=True):
+    for part, which, real in zip(*(torch.split(x, some, 2) for x in (in_q, chosen, counts)), strict=True):
         keys, values = (x.flatten(0, 1)[row, which].flatten(3, 4) for x in (in_k, in_v))  # [B, H, t, most * S, E]
         allowed = (blocks.real[which] & real.unsqueeze(-1)).flatten(3, 4).unsqueeze(-2)  # [B, H, t, 1, most * S]
         bias = torch.zeros(allowed.shape, dtype=q.dtype, device=q.device).masked_fill(~allowed, -torch.inf)
@@ -174,7 +174,7 @@ def flex_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, count: int = 16, 
     grid = q.shape[2:-1]
     blocks = blocks_of(grid, q.device)
     in_q, in_k, in_v = (blocks.of(x) for x in (q, k, v))
-    many, size = blocks.index.shape
+    many, size = blocks.points.shape
     chosen, numbers = _chosen(in_q, in_k, blocks, grid, count, reach)
     real = blocks.real.flatten()
     mask = BlockMask.from_kv_blocks(
@@ -186,7 +186,7 @@ def flex_blocks(q: Tensor, k: Tensor, v: Tensor, scale: float, count: int = 16, 
     )
     flat = [x.flatten(2, 3) for x in (in_q, in_k, in_v)]
     out: Tensor = _compiled_flex(flat[0].shape, q.dtype, q.device)(*flat, block_mask=mask, scale=scale)
-    return blocks.joined(out.unflatten(2, (many, size)), grid)
+    return blocks.joined(out.reshape(*out.shape[:2], many, size, -1), grid)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -65,6 +65,8 @@ FAMILY_STYLES: dict[str, Style] = {
     "natten": ("#882255", "p"),
     DENSE: ("#555555", "o"),
 }
+# Of functions that have no family.
+OTHERS = ("#332288", "#117733", "#AA4499", "#6699CC", "#661100", "#44AA99", "#888888", "#DDCC77")
 FAMILY_NAMES = {
     "scram": "SCRAM, default",
     "scram-clusters": "SCRAM, clusters",
@@ -183,7 +185,7 @@ def error_against_time(axes: Axes, points: Sequence[Point], labels: bool = True)
     families: dict[str, list[Point]] = {}
     for point in points:
         families.setdefault(point.family, []).append(point)
-    unknown = iter(zip(PALETTE, MARKERS, strict=True))
+    unknown = iter(zip(OTHERS, MARKERS, strict=True))
     styles = {name: FAMILY_STYLES.get(name) or next(unknown, ("#999999", ".")) for name in families}
     times = [point.of_dense for point in points] or [1.0]
     axes.set(xscale="log", yscale="log", xlim=(min(0.5, *times) / 1.5, max(2.5, *times) * 1.5))

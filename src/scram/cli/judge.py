@@ -161,7 +161,7 @@ def _blocks(call: Callable[..., Tensor], q: Tensor, k: Tensor, **settings: Any) 
     """A baseline of blocks: for one grid of queries and keys."""
     if q.shape[1:-1] != k.shape[1:-1]:
         raise ValueError(f"takes equal grids and heads of queries and keys, got {_shape(q, k)}")
-    there = len(baselines.blocks_of(q.shape[2:-1], q.device).index)
+    there = len(baselines.blocks_of(q.shape[2:-1], q.device).points)
     if settings.get("count", 0) >= there:
         raise ValueError(f"there are {there} blocks, so it would be dense attention")
     return lambda q, k, v: call(q, k, v, q.shape[-1] ** -0.5, **settings)
