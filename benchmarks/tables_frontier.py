@@ -82,7 +82,7 @@ def frontier() -> str:
         dense = time(rows[f"times {kind}"]["dense_ms"] / 1e3)
         lines.append((shape_of(kind) + "*" * (not held_out), dense, *cells))
     head = ("model, tokens", "dense")
-    columns = (f"{who}, error {share(budget)}" for budget in BUDGETS for who in ("SCRAM", "others"))
+    columns = (f"{who}, error {100 * budget:g} %" for budget in BUDGETS for who in ("SCRAM", "others"))
     return table((*head, *columns), *lines)
 
 

@@ -48,7 +48,8 @@ def random_features(q: Tensor, k: Tensor, v: Tensor, scale: float, count: int = 
     def exponents(x: Tensor) -> Tensor:
         """[B, H, n, E] -> [B, H, n, count]."""
         x = x * scale**0.5
-        return x @ directions.T - x.square().sum(-1, keepdim=True) / 2
+        products: Tensor = x @ directions.T
+        return products - x.square().sum(-1, keepdim=True) / 2
 
     # Neither factor changes the softmax: one for each query, one for all keys of a head.
     some = max(1, CHUNK // (q.shape[0] * q.shape[1] * count))
