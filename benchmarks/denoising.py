@@ -1,7 +1,7 @@
 """Denoising of photographs beside BM3D: `python benchmarks/denoising.py FOLDER`. Results: results/denoising.json.
 
 FOLDER holds the photographs of Debian's package lomiri-wallpapers-16.04 (usr/share/backgrounds). The twelve below were
-named before anything was measured on them; settings were chosen on parts of camera, astronaut and coffee. Each is made
+named before anything was measured on them; settings were chosen on parts of others (docs/denoise.md). Each is made
 smaller by means of areas, the longer side 320 pixels. White noise of 15, 25 and 50 of 255 is added and not cut.
 BM3D is PyPI's bm3d with its standard profile, in color `bm3d_rgb`; scikit-image's `denoise_nl_means` runs in its fast
 mode with the h of its manual, OpenCV's with 0.8 of the noise. One thread; times are CPU seconds. A first call of each
@@ -91,7 +91,7 @@ WAYS: dict[str, Callable[[Tensor, float], Tensor]] = {
 }
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, only: list[str]) -> None:
     from skimage.metrics import structural_similarity
 
     torch.set_num_threads(1)
@@ -100,6 +100,8 @@ def main(folder: Path) -> None:
     for way in WAYS.values():
         way(next(iter(pictures.values()))[:64, :64], 0.1)
     for n, (name, picture) in enumerate(pictures.items()):
+        if only and name not in only:
+            continue
         row: dict[str, dict[str, dict[str, float]]] = {}
         for sigma in SIGMAS:
             drawn = np.random.default_rng(n).normal(0, sigma / 255, tuple(picture.shape))
@@ -118,4 +120,6 @@ def main(folder: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    main(parser.parse_args().folder)
+    parser.add_argument("--only", nargs="*", default=[], help="names of photographs; all")
+    given = parser.parse_args()
+    main(given.folder, given.only)

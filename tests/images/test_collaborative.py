@@ -61,8 +61,7 @@ def by_loops(noisy, guide, sigma, how):
                 for p in blocks
                 if all(a <= c < a + s for a, c, s in zip(low, p, sides, strict=True))
             )[: how.group]
-            farthest = 64 * (how.farthest + how.noise * 2 * sigma**2)
-            count = 2 ** (max(1, sum(d <= farthest for d, _ in near)).bit_length() - 1)
+            count = 2 ** (len(near).bit_length() - 1)
             group = [p for _, p in near[:count]]
             mix = haar(count)
 

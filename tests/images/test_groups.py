@@ -11,7 +11,9 @@ from scram.images.collaborative import FIRST, SECOND, Sums
 def frames_of(count, channels, size=(30, 41)):
     generator = torch.Generator().manual_seed(0)
     y, x = torch.meshgrid(torch.arange(float(size[0])), torch.arange(float(size[1])), indexing="ij")
-    made = [0.5 + 0.3 * torch.sin(0.7 * (x - 2 * n) + (0.3 + 0.1 * c) * y) for n in range(count) for c in range(channels)]
+    made = [
+        0.5 + 0.3 * torch.sin(0.7 * (x - 2 * n) + (0.3 + 0.1 * c) * y) for n in range(count) for c in range(channels)
+    ]
     clean = torch.stack(made).reshape(count, channels, *size)
     return clean, clean + 0.1 * torch.randn(clean.shape, generator=generator)
 

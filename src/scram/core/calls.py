@@ -388,7 +388,7 @@ class WindowScoresGrads(NamedTuple):
 class BlockGroupsCall(NamedTuple):
     """Group blocks of one frame with blocks like them in all frames, shrink each group, and add it to sums.
 
-    A group holds a power of two of blocks, the nearest first and the reference block before all. Without guides
+    A group holds the nearest blocks in order, the reference block before all, a power of two of them. Without guides
     coefficients up to the limit are set to 0; with them a Wiener filter takes their squared coefficients for the signal
     and the limit for the noise. Blocks count by 1 / the sum of the squared factors, for each channel.
     """
@@ -401,8 +401,7 @@ class BlockGroupsCall(NamedTuple):
     columns: Tensor  # int64 [m]
     centers: Tensor  # int32 [frames, n, m, 2], where the window of each reference block lies in each frame
     radii: tuple[int, ...]  # of the windows, for each frame
-    group: int  # blocks at most, a power of two
-    farthest: float  # squared distance at most
+    group: int  # blocks, a power of two; fewer where the windows hold fewer
     limits: Tensor  # float32 [C]
     taper: Tensor  # float32 [64], how much each pixel of a block counts
     values: Tensor  # float32 [frames, C, H, W], added to

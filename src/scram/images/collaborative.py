@@ -13,30 +13,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.calls import BlockGroupsCall
-from ..spec.blocks import PIXELS, SIDE
+from ..spec.blocks import SIDE
 from .groups import add_groups
 from .pca import principal_axes
 
 
 @dataclass(frozen=True)
 class Pass:
-    """How groups are made and shrunk; lengths in pixels, distances squared and for each pixel, values in 0..1.
+    """How groups are made and shrunk; lengths in pixels.
 
     The first color axis is the mean of the colors, the others differences: those hold less, and are shrunk more.
     """
 
     step: int  # from one reference block to the next
-    group: int  # blocks at most, a power of two
+    group: int  # blocks, a power of two; fewer where a window holds fewer
     radius: int  # of the window around the reference block
     width: int  # features of a block
-    farthest: float  # distance of a block from its reference at most, beside that of the noise
-    noise: float  # and the share of the expected distance of two noisy twins, 2 sigma^2, that is added to it
     shrink: tuple[float, float]  # of the first color axis and of the others: threshold or noise of the filter, in sigma
     colors: float  # how much differences of colors count in distances, beside their mean
 
 
-FIRST = Pass(3, 16, 16, 64, 0.0154, 1.6, (2.9, 3.2), 0.0)
-SECOND = Pass(2, 32, 12, 24, 0.0123, 0.0, (0.9, 1.1), 0.0)
+# Chosen on parts of nine photographs that docs/denoise.md names.
+FIRST = Pass(3, 16, 16, 32, (2.9, 3.2), 0.0)
+SECOND = Pass(2, 32, 20, 16, (0.8, 0.9), 0.5)
 
 
 def collaborative(noisy: Tensor, sigma: float) -> Tensor:
@@ -116,7 +115,6 @@ class Sums:
             centers=around.int().contiguous(),
             radii=tuple(how.radius if n == own else reach for n in range(frames)),
             group=how.group,
-            farthest=PIXELS * (how.farthest + how.noise * 2 * sigma**2),
             limits=sigma * noisy.new_tensor([how.shrink[0], *[how.shrink[1]] * (channels - 1)]),
             taper=_taper(noisy),
             values=self.values,

@@ -1,4 +1,4 @@
-"""Groups of similar blocks in torch, for devices that the CPU's kernels do not serve: the meaning of a BlockGroupsCall."""
+"""Groups of similar blocks in torch, where the kernels of a CPU do not serve: the meaning of a BlockGroupsCall."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def add_groups_by_torch(call: BlockGroupsCall) -> None:
     forward = torch.kron(line, line)  # [64, 64]
     back = torch.linalg.inv(forward.double()).to(call.noisy)
     unit = call.limits[:, None, None]  # what is compared with the limit is divided by it: then 1 serves all channels
-    for top, bottom, groups in _groups(call):
+    for top, bottom, index in _groups(call):
+        size = index.shape[1]
+        mix = haar(size).to(call.noisy)
         lines = bottom - top + SIDE - 1
 
         def coefficients(pictures: Tensor, top: int = top, lines: int = lines) -> Tensor:
@@ -48,23 +50,20 @@ def add_groups_by_torch(call: BlockGroupsCall) -> None:
         signal = None if call.guides is None else coefficients(call.guides)
         values = torch.zeros_like(blocks)
         weights = blocks.new_zeros(len(blocks), channels)
-        for index in groups:  # int64 [n, size]
-            size = index.shape[1]
-            mix = haar(size).to(blocks)
-            for part in torch.split(index, max(1, CHUNK_NUMBERS // (size * channels * PIXELS))):
-                key = part.T.flatten()  # one product serves all groups: their blocks lie side by side
-                shape = (size, len(part), channels, PIXELS)
-                y = (mix @ blocks.index_select(0, key).reshape(size, -1)).reshape(shape)
-                if signal is None:
-                    gain = (y.abs() > 1).to(y.dtype)
-                else:
-                    energy = (mix @ signal.index_select(0, key).reshape(size, -1)).square_().reshape(shape)
-                    gain = energy.div_(energy + 1)
-                y.mul_(gain)
-                weight = 1 / gain.square_().sum((0, 3)).clamp(min=1)  # [n, C]
-                made = (mix.T @ y.reshape(size, -1)).reshape(shape).mul_(weight.unsqueeze(-1))
-                values.index_add_(0, key, made.reshape(len(key), -1))
-                weights.index_add_(0, key, weight.repeat(size, 1))
+        for part in torch.split(index, max(1, CHUNK_NUMBERS // (size * channels * PIXELS))):
+            key = part.T.flatten()  # one product serves all groups: their blocks lie side by side
+            shape = (size, len(part), channels, PIXELS)
+            y = (mix @ blocks.index_select(0, key).reshape(size, -1)).reshape(shape)
+            if signal is None:
+                gain = (y.abs() > 1).to(y.dtype)
+            else:
+                energy = (mix @ signal.index_select(0, key).reshape(size, -1)).square_().reshape(shape)
+                gain = energy.div_(energy + 1)
+            y.mul_(gain)
+            weight = 1 / gain.square_().sum((0, 3)).clamp(min=1)  # [n, C]
+            made = (mix.T @ y.reshape(size, -1)).reshape(shape).mul_(weight.unsqueeze(-1))
+            values.index_add_(0, key, made.reshape(len(key), -1))
+            weights.index_add_(0, key, weight.repeat(size, 1))
         pixels = (values.reshape(-1, PIXELS) @ back.T).reshape(-1, channels, PIXELS) * call.taper  # [keys, C, 64]
         shares = weights.unsqueeze(-1) * call.taper
         for n, parts in enumerate(zip(pixels.chunk(frames), shares.chunk(frames), strict=True)):
@@ -73,10 +72,10 @@ def add_groups_by_torch(call: BlockGroupsCall) -> None:
             call.weights[n, :, top : top + lines] += weight
 
 
-def _groups(call: BlockGroupsCall) -> Iterator[tuple[int, int, list[Tensor]]]:
-    """Strip by strip: its first line of blocks, the one after the last, and groups by their size.
+def _groups(call: BlockGroupsCall) -> Iterator[tuple[int, int, Tensor]]:
+    """Strip by strip: its first line of blocks, the one after the last, and groups, int64 [n, size].
 
-    A group is a row of an int64 tensor [n, size]: blocks, numbered row-major within the strip of all frames.
+    A group is a row: blocks, numbered row-major within the strip of all frames.
     """
     frames, height, width = call.features.shape[:3]
     square = call.features.square().sum(-1, keepdim=True)
@@ -90,19 +89,15 @@ def _groups(call: BlockGroupsCall) -> Iterator[tuple[int, int, list[Tensor]]]:
     for strip in torch.split(torch.arange(len(call.rows), device=call.rows.device), lines):
         found = []
         for some in torch.split(strip, each):
-            near, best, corners = _scored(call, keys, some, boxes)
-            near, chosen = near.topk(size, -1)  # [n, m, size]
-            own = square[call.own, call.rows[some]][:, call.columns]  # [n, m, 1]
-            count = (near - own >= -call.farthest).sum(-1).clamp(min=1)  # [n, m]
-            found.append((best.gather(-1, chosen).flatten(0, 1), count.flatten(), corners))
-        best, count, corners = (torch.cat(parts) for parts in zip(*found, strict=True))
+            scores, names, corners = _scored(call, keys, some, boxes)
+            chosen = scores.topk(size, -1).indices  # [n, m, size]
+            found.append((names.gather(-1, chosen).flatten(0, 1), corners))
+        best, corners = (torch.cat(parts) for parts in zip(*found, strict=True))
         extents = corners.new_tensor([h for h, _ in boxes])  # [frames]
         top = int(corners.min())
         bottom = int((corners + extents).max())
         frame, place = best // (height * width), best % (height * width)
-        index = frame * (bottom - top) * width + place - top * width
-        sizes = [(count >= 2**n) & (count < 2 ** (n + 1)) for n in range(size.bit_length())]
-        yield top, bottom, [index[ok, : 2**n] for n, ok in enumerate(sizes) if bool(ok.any())]
+        yield top, bottom, frame * (bottom - top) * width + place - top * width
 
 
 def _scored(

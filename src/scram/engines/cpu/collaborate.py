@@ -35,7 +35,6 @@ class Blocks(NamedTuple):
     order: Array  # int64 [frames], the frame whose blocks groups are made for comes first
     radii: Array  # int64 [frames]
     group: int
-    farthest: np.float32
     limits: Array  # [C]
     taper: Array  # [64]
     guided: bool
@@ -71,7 +70,6 @@ def add_groups(call: BlockGroupsCall) -> None:
         order=np.array(order, np.int64),
         radii=np.array(call.radii, np.int64),
         group=call.group,
-        farthest=np.float32(call.farthest),
         limits=call.limits.numpy(),
         taper=call.taper.numpy(),
         guided=call.guides is not None,
@@ -211,7 +209,7 @@ def _group(blocks, line, place, best, member):
     best[0] = np.float32(-1)
     member[0, 0], member[0, 1], member[0, 2] = own, r, c
     count = 1
-    limit = blocks.farthest
+    limit = np.float32(np.inf)
     for frame in blocks.order:
         radius = blocks.radii[frame]
         high = min(2 * radius + 1, height)
@@ -221,10 +219,8 @@ def _group(blocks, line, place, best, member):
         for row in range(top, top + high):
             for column in range(left, left + wide):
                 found = _distance(blocks.features, own, r * width + c, frame, row * width + column)
-                if found <= limit and not (frame == own and row == r and column == c):
+                if found < limit and not (frame == own and row == r and column == c):
                     n = min(count, blocks.group - 1)
-                    if count == blocks.group and found >= best[n]:
-                        continue
                     while best[n - 1] > found:
                         best[n] = best[n - 1]
                         member[n, 0], member[n, 1], member[n, 2] = member[n - 1, 0], member[n - 1, 1], member[n - 1, 2]
