@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from scram.images.collaborative import FIRST, SECOND, Sums, collaborative, opponent
+from scram.images.collaborative import ALIKE, FIRST, SECOND, Sums, collaborative, opponent
 from scram.images.denoising import denoise
 from scram.spec.blocks import cosine, haar, spline
 
@@ -60,8 +60,10 @@ def by_loops(noisy, guide, sigma, how):
                 (float((cut(of, p) - cut(of, (i, j))).square().sum()), p)
                 for p in blocks
                 if all(a <= c < a + s for a, c, s in zip(low, p, sides, strict=True))
-            )[: how.group]
+            )[: how.flat]
             count = 2 ** (len(near).bit_length() - 1)
+            while count > how.group and near[count - 1][0] > ALIKE * 64 * sigma**2:
+                count //= 2
             group = [p for _, p in near[:count]]
             mix = haar(count)
 
@@ -84,7 +86,7 @@ def by_loops(noisy, guide, sigma, how):
 
 @pytest.mark.parametrize("guided", [False, True], ids=["first", "second"])
 def test_a_pass_is_that_of_plain_loops(guided):
-    how = replace(SECOND if guided else FIRST, width=64, step=5, radius=4, group=8)
+    how = replace(SECOND if guided else FIRST, width=64, step=5, radius=4, group=8, flat=16)
     picture, noisy = textured(1, 0.1, (19, 22))
     guide = picture + 0.02 * torch.randn(picture.shape) if guided else None
     frames = noisy.movedim(-1, 0)[None].contiguous()

