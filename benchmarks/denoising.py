@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from store import Store
 from torch import Tensor
 
 from scram.cli.pictures import psnr
+from scram.cli.provenance import commit
 from scram.images import denoise
 from scram.images.reading import read
 
@@ -91,35 +93,39 @@ WAYS: dict[str, Callable[[Tensor, float], Tensor]] = {
 }
 
 
-def main(folder: Path, only: list[str]) -> None:
+def main(folder: Path, only: list[str], ways: list[str]) -> None:
     from skimage.metrics import structural_similarity
 
     torch.set_num_threads(1)
     store = Store("denoising")
     pictures = photographs(folder)
-    for way in WAYS.values():
-        way(next(iter(pictures.values()))[:64, :64], 0.1)
+    for way in ways:
+        WAYS[way](next(iter(pictures.values()))[:64, :64], 0.1)
     for n, (name, picture) in enumerate(pictures.items()):
         if only and name not in only:
             continue
-        row: dict[str, dict[str, dict[str, float]]] = {}
+        before = store.data.get(name, {})
+        row: dict[str, dict[str, dict[str, float]]] = before.get("results", {})
         for sigma in SIGMAS:
             drawn = np.random.default_rng(n).normal(0, sigma / 255, tuple(picture.shape))
             noisy = picture + torch.from_numpy(drawn.astype(np.float32))
-            found = row[str(sigma)] = {}
-            for way, run in WAYS.items():
+            found = row.setdefault(str(sigma), {})
+            for way in ways:
                 start = time.process_time()
-                clean = run(noisy, sigma / 255)
+                clean = WAYS[way](noisy, sigma / 255)
                 seconds = time.process_time() - start
                 ssim = structural_similarity(picture.numpy(), clean.numpy(), data_range=1, channel_axis=-1)
                 found[way] = {"psnr_db": psnr(clean, picture), "ssim": float(ssim), "cpu_seconds": seconds}
             print(name, sigma, {way: round(x["psnr_db"], 2) for way, x in found.items()}, flush=True)
-        store.put(name, size=list(picture.shape[:2]), results=row)
+        stamp = {"commit": commit(), "date": date.today().isoformat()}
+        measured = {**before.get("measured", {}), **dict.fromkeys(ways, stamp)}
+        store.put(name, size=list(picture.shape[:2]), results=row, measured=measured)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--only", nargs="*", default=[], help="names of photographs; all")
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS, help="measured; others stay as stored")
     given = parser.parse_args()
-    main(given.folder, given.only)
+    main(given.folder, given.only, given.ways)

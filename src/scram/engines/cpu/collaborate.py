@@ -21,6 +21,7 @@ LINES = 6  # lines of groups of a strip
 TALL = 48  # pixels of a strip at most, so that it has few lines where groups lie far apart
 HALF_ROOT = np.float32(0.5**0.5)
 ONE = np.float32(1)
+NAME = np.int64(2**32 - 1)
 
 
 class Blocks(NamedTuple):
@@ -51,7 +52,7 @@ class Slabs(NamedTuple):
     values: Array  # [strips, C, lines, W]
     weights: Array  # [strips, C, lines, W]
     # Where the strips work:
-    best: Array  # [strips, group]
+    best: Array  # int64 [strips, group], distances and names
     member: Array  # int64 [strips, group, 3], blocks as (frame, row, column)
     y: Array  # [strips, group, 64]
     signal: Array  # [strips, group, 64]
@@ -94,7 +95,7 @@ def add_groups(call: BlockGroupsCall) -> None:
                 shift=offset - low,
                 values=made[0],
                 weights=made[1],
-                best=np.empty((len(batch), blocks.group), np.float32),
+                best=np.empty((len(batch), blocks.group), np.int64),
                 member=np.empty((len(batch), blocks.group, 3), np.int64),
                 y=np.empty((len(batch), blocks.group, PIXELS), np.float32),
                 signal=np.empty((len(batch), blocks.group, PIXELS), np.float32),
@@ -203,17 +204,35 @@ def _distance(features, frame, i, other, j):
 
 
 @compiled
+def _put(best, count, most, key):
+    """Put a key into the sorted first `count` of best, which holds `most`; how many there are then."""
+    low = 1  # the block itself stays first
+    high = count
+    while low < high:
+        middle = (low + high) // 2
+        if best[middle] > key:
+            high = middle
+        else:
+            low = middle + 1
+    last = min(count, most - 1)
+    for n in range(last, low, -1):
+        best[n] = best[n - 1]
+    best[low] = key
+    return last + 1
+
+
+@compiled
 def _group(blocks, line, place, best, member):
-    """The blocks nearest to one, itself first, into member [group, 3] as (frame, row, column); how many: 2^n."""
+    """The blocks nearest to one, itself first, into member [group, 3] as (frame, row, column); how many: 2^n.
+
+    What is sorted is one number a block: the bits of its distance, which order as distances do, above its name.
+    """
     height = blocks.noisy.shape[2] - SIDE + 1
     width = blocks.noisy.shape[3] - SIDE + 1
     own = blocks.order[0]
-    r = blocks.rows[line]
-    c = blocks.columns[place]
-    best[0] = np.float32(-1)
-    member[0, 0], member[0, 1], member[0, 2] = own, r, c
+    itself = blocks.rows[line] * width + blocks.columns[place]
+    best[0] = own * height * width + itself
     count = 1
-    limit = np.float32(np.inf)
     for frame in blocks.order:
         radius = blocks.radii[frame]
         high = min(2 * radius + 1, height)
@@ -221,34 +240,37 @@ def _group(blocks, line, place, best, member):
         top = min(max(np.int64(blocks.centers[frame, line, place, 0]) - radius, 0), height - high)
         left = min(max(np.int64(blocks.centers[frame, line, place, 1]) - radius, 0), width - wide)
         for row in range(top, top + high):
-            for column in range(left, left + wide):
-                found = _distance(blocks.features, own, r * width + c, frame, row * width + column)
-                if found < limit and not (frame == own and row == r and column == c):
-                    n = min(count, blocks.group - 1)
-                    while best[n - 1] > found:
-                        best[n] = best[n - 1]
-                        member[n, 0], member[n, 1], member[n, 2] = member[n - 1, 0], member[n - 1, 1], member[n - 1, 2]
-                        n -= 1
-                    best[n] = found
-                    member[n, 0], member[n, 1], member[n, 2] = frame, row, column
-                    count = min(count + 1, blocks.group)
-                    if count == blocks.group:
-                        limit = best[count - 1]
+            for other in range(row * width + left, row * width + left + wide):
+                if frame == own and other == itself:
+                    continue
+                found = _distance(blocks.features, own, itself, frame, other)
+                key = (np.int64(found.view(np.int32)) << 32) | (frame * height * width + other)
+                if count < blocks.group or key < best[count - 1]:
+                    count = _put(best, count, blocks.group, key)
     size = 1
     while 2 * size <= count:
         size *= 2
-    while size > blocks.least and best[size - 1] > blocks.alike:
+    alike = np.int64(blocks.alike.view(np.int32))
+    while size > blocks.least and best[size - 1] >> 32 > alike:
         size //= 2
+    for g in range(size):
+        name = best[g] & NAME
+        member[g, 0] = name // (height * width)
+        member[g, 1] = name % (height * width) // width
+        member[g, 2] = name % width  # frames are whole lines
     return size
 
 
 @compiled
 def _load(x, pictures, channel, member, size):
+    """Blocks into the first rows of x [group, 64]. Places without a sign: others could count from the end."""
     for g in range(size):
-        frame, row, column = member[g, 0], member[g, 1], member[g, 2]
+        picture = pictures[member[g, 0], channel]
+        row = np.uintp(member[g, 1])
+        column = np.uintp(member[g, 2])
         for i in range(SIDE):
             for j in range(SIDE):
-                x[g, SIDE * i + j] = pictures[frame, channel, row + i, column + j]
+                x[g, SIDE * i + j] = picture[row + np.uintp(i), column + np.uintp(j)]
 
 
 @compiled
@@ -281,13 +303,14 @@ def _add(y, size, weights, member, slabs, strip, channel):
     values = slabs.values[strip, channel]
     totals = slabs.weights[strip, channel]
     for g in range(size):
-        row = member[g, 1] + slabs.shift[strip, member[g, 0]]
-        column = member[g, 2]
+        row = np.uintp(member[g, 1] + slabs.shift[strip, member[g, 0]])
+        column = np.uintp(member[g, 2])
         for i in range(SIDE):
+            line = row + np.uintp(i)
             for j in range(SIDE):
-                values[row + i, column + j] += weights[SIDE * i + j] * y[g, SIDE * i + j]
+                values[line, column + np.uintp(j)] += weights[SIDE * i + j] * y[g, SIDE * i + j]
             for j in range(SIDE):
-                totals[row + i, column + j] += weights[SIDE * i + j]
+                totals[line, column + np.uintp(j)] += weights[SIDE * i + j]
 
 
 @parallel
