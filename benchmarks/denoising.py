@@ -44,14 +44,13 @@ LONGER = 320
 SIGMAS = (15, 25, 50)
 
 
-def photographs(folder: Path) -> dict[str, Tensor]:
-    """[H, W, 3] in 0..1 by name."""
+def photograph(folder: Path, file: str) -> Tensor:
+    """[H, W, 3] in 0..1."""
     import skimage.data
 
-    whole = {name.split("_by_")[0]: read(folder / f"{name}.jpg").pixels for name in DEBIAN}
-    for name in SCIKIT_IMAGE:
-        whole[name] = torch.from_numpy(np.array(getattr(skimage.data, name)())).float() / 255
-    return {name: smaller(picture) for name, picture in whole.items()}
+    if file in SCIKIT_IMAGE:
+        return smaller(torch.from_numpy(np.array(getattr(skimage.data, file)())).float() / 255)
+    return smaller(read(folder / f"{file}.jpg").pixels)
 
 
 def smaller(picture: Tensor) -> Tensor:
@@ -98,12 +97,13 @@ def main(folder: Path, only: list[str], ways: list[str]) -> None:
 
     torch.set_num_threads(1)
     store = Store("denoising")
-    pictures = photographs(folder)
     for way in ways:
-        WAYS[way](next(iter(pictures.values()))[:64, :64], 0.1)
-    for n, (name, picture) in enumerate(pictures.items()):
+        WAYS[way](torch.rand(64, 64, 3), 0.1)
+    for n, file in enumerate((*DEBIAN, *SCIKIT_IMAGE)):
+        name = file.split("_by_")[0]
         if only and name not in only:
             continue
+        picture = photograph(folder, file)
         before = store.data.get(name, {})
         row: dict[str, dict[str, dict[str, float]]] = before.get("results", {})
         for sigma in SIGMAS:
