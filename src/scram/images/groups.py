@@ -104,7 +104,7 @@ def _groups(call: BlockGroupsCall) -> Iterator[tuple[int, int, list[Tensor]]]:
         for _ in range(most.bit_length()):
             too_far = distance.gather(1, size[:, None] - 1)[:, 0] > call.alike
             size = torch.where(too_far & (size > call.least), size // 2, size)
-        yield top, bottom, [index[size == n, :n] for n in size.unique().tolist()]
+        yield top, bottom, [index[size == n, :n] for n in torch.unique(size).tolist()]
 
 
 def _scored(
