@@ -191,7 +191,7 @@ def test_reduced_keys_of_a_layer_that_was_told_its_size():
         (6, [ModuleCall(nn.Identity(), (), None, calls[0].places)]),
     ):
         answer = grids.find(torch.empty(1, 1, 96, 8), keys, False, others)
-        assert answer == f"96 queries and {keys} keys, which are not the same grid"
+        assert answer == f"96 queries and {keys} keys, which are not the same grid (cross-attention)"
 
 
 def test_layers_of_a_graph_are_not_seen():

@@ -110,6 +110,7 @@ def without_modes() -> AbstractContextManager[Any]:
 _transforms_active: Callable[[], bool] | None = getattr(torch._C, "_are_functorch_transforms_active", None)
 _mode_active: Callable[[], bool] | None = getattr(torch.utils._python_dispatch, "is_in_torch_dispatch_mode", None)
 _autocast_active: Callable[[], bool] | None = getattr(torch._C, "_is_any_autocast_enabled", None)
+_backward_pass: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
 
 
 def transforms_active() -> bool:
@@ -133,6 +134,32 @@ def plain_eager() -> bool:
 def transformed() -> bool:
     """Whether a transform of `torch.func` runs this code outside a compiled graph."""
     return not torch.compiler.is_compiling() and transforms_active()
+
+
+def measurable() -> bool:
+    """Whether calls hold numbers and take their own time: outside dispatch modes and transforms. Fallback: yes."""
+    return not transforms_active() and not (_mode_active is not None and _mode_active())
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs this code, as a checkpoint that computes again. Fallback: no, and it raises."""
+    return _backward_pass is not None and not torch.compiler.is_compiling() and _backward_pass() != -1
+
+
+def fix_extents(total: int) -> None:
+    """While a graph is traced: it serves no other extents of as many tokens, where torch has made them symbols.
+
+    Fallback: torch guards their product alone, and takes the graph of 4 x 16 tokens for 8 x 8 too.
+    """
+    context = getattr(torch, "_guards", None) and torch._guards.TracingContext.try_get()
+    shapes = getattr(getattr(context, "fake_mode", None), "shape_env", None)
+    values = getattr(shapes, "backed_var_to_val", None) or getattr(shapes, "var_to_val", None)
+    if values is None or not hasattr(shapes, "guards"):
+        return
+    from sympy import Eq  # torch depends on it; slow to import
+
+    for symbol in {x for guard in shapes.guards if total in guard.expr.args for x in guard.expr.free_symbols}:
+        shapes.evaluate_expr(Eq(symbol, values[symbol]))
 
 
 def autocast_active() -> bool:

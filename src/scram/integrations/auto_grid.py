@@ -107,13 +107,27 @@ def _with_arguments(call: ModuleCall, frame: FrameType) -> ModuleCall:
 
 @dataclass(eq=False)
 class AutoGrids:
-    """Finds grids; keeps how the convolutions of a module cut pictures."""
+    """Finds grids; keeps how the convolutions of a module cut pictures, and what was found for each layer."""
 
     _cuts: WeakKeyDictionary[nn.Module, dict[int, set[tuple[int, int, bool]]]] = field(
         default_factory=WeakKeyDictionary
     )
+    _found: WeakKeyDictionary[nn.Module, dict[tuple[int, int, bool], Tokens | str]] = field(
+        default_factory=WeakKeyDictionary
+    )
+
+    def found_before(self, query: Tensor, keys: int, causal: bool, calls: Sequence[ModuleCall]) -> Tokens | str | None:
+        """What the layer's last call of as many tokens had: for a checkpoint, which computes a layer alone."""
+        return self._found.get(calls[0].module, {}).get((int(query.shape[-2]), keys, causal)) if calls else None
 
     def find(self, query: Tensor, keys: int, causal: bool, calls: Sequence[ModuleCall]) -> Tokens | str:
+        """What the tokens of self-attention are, or why they are no grid; arguments as of `_find`."""
+        found = self._find(query, keys, causal, calls)
+        if calls:
+            self._found.setdefault(calls[0].module, {})[int(query.shape[-2]), keys, causal] = found
+        return found
+
+    def _find(self, query: Tensor, keys: int, causal: bool, calls: Sequence[ModuleCall]) -> Tokens | str:
         """What the tokens of self-attention are, or why they are no grid.
 
         Args:
@@ -162,7 +176,7 @@ class AutoGrids:
                     key_grid = _convolved(one, grid)
                     if math.prod(key_grid) == keys:
                         return Tokens(grid, key_grid=key_grid)
-        return f"{total} queries and {keys} keys, which are not the same grid"
+        return f"{total} queries and {keys} keys, which are not the same grid (cross-attention)"
 
     def _declared(self, calls: Sequence[ModuleCall], total: int) -> tuple[Grid, int] | None:
         """The grid of the size that a config declares, where the model was given no picture."""
