@@ -119,7 +119,7 @@ def test_a_tuned_model_compiles_without_a_break(name, way, planned):
     with by(way, model, runs="auto") as report:
         out = model(**inputs)[0]
         before = len(planned)
-        layers = [layer for layer in report.layers.values() if layer.grid]
+        layers = [layer for layer in report.layers.values() if layer.plan]  # the least grids have fewer keys
         counts = [(layer.clustered, layer.left_alone) for layer in layers]
         with graphs_are(1):
             compiled = torch.compile(model, backend="eager", fullgraph=True)

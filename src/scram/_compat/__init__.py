@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, MethodWrapperType
 from typing import Any
@@ -141,6 +142,11 @@ def measurable() -> bool:
     return not transforms_active() and not (_mode_active is not None and _mode_active())
 
 
+def traced() -> bool:
+    """Whether `torch.jit.trace` runs this code."""
+    return not torch.compiler.is_compiling() and bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
 def in_backward() -> bool:
     """Whether a backward pass runs this code, as a checkpoint that computes again. Fallback: no, and it raises."""
     return _backward_pass is not None and not torch.compiler.is_compiling() and _backward_pass() != -1
@@ -152,14 +158,13 @@ def fix_extents(total: int) -> None:
     Fallback: torch guards their product alone, and takes the graph of 4 x 16 tokens for 8 x 8 too.
     """
     context = getattr(torch, "_guards", None) and torch._guards.TracingContext.try_get()
-    shapes = getattr(getattr(context, "fake_mode", None), "shape_env", None)
-    values = getattr(shapes, "backed_var_to_val", None) or getattr(shapes, "var_to_val", None)
-    if values is None or not hasattr(shapes, "guards"):
+    shapes: Any = getattr(getattr(context, "fake_mode", None), "shape_env", None)
+    name = "backed_var_to_val" if hasattr(shapes, "backed_var_to_val") else "var_to_val"
+    if not hasattr(shapes, name) or not hasattr(shapes, "guards"):
         return
-    from sympy import Eq  # torch depends on it; slow to import
-
+    equal = import_module("sympy").Eq  # torch depends on it; slow to import
     for symbol in {x for guard in shapes.guards if total in guard.expr.args for x in guard.expr.free_symbols}:
-        shapes.evaluate_expr(Eq(symbol, values[symbol]))
+        shapes.evaluate_expr(equal(symbol, getattr(shapes, name)[symbol]))
 
 
 def autocast_active() -> bool:

@@ -527,7 +527,7 @@ def _why_not(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
         return f"dtypes {query.dtype}, {key.dtype}, {value.dtype}"
     if not key.device == query.device == value.device:
         return "tensors on several devices"
-    if torch.jit.is_tracing():
+    if _compat.traced():
         return "torch.jit.trace, which keeps no shapes; use torch.export"
     if options.scale is not None and not options.scale > 0:
         return f"a scale of {options.scale}"
