@@ -13,7 +13,6 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -500,8 +499,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "mobilesam": tables_models.mobilesam_model,
     "mobilesam-heads": tables_models.mobilesam_heads,
     "mobilesam-layers": tables_models.mobilesam_layers,
-    "sam2-cpu": partial(tables_models.sam2_layers, "cpu"),
-    "sam2-cuda": partial(tables_models.sam2_layers, "cuda"),
+    "sam2-cpu": tables_models.sam2_cpu,
+    "sam2-cuda": tables_models.sam2_cuda,
     "sam2-encoder": tables_models.sam2_encoder,
     "sam2-photographs": tables_models.sam2_photographs,
     "sam2-settings": tables_models.sam2_settings,

@@ -172,7 +172,7 @@ def gmflow_layers_flow() -> str:
 
 # --- SAM 2 ---
 
-SAM2_MACHINES = {"cpu": "2 CPU cores, float32, torch SDPA", "cuda": "H200, bfloat16, cuDNN attention"}
+SAM2_MACHINES = {"cpu": "one CPU core, float32, torch SDPA", "cuda": "H200, bfloat16, cuDNN attention"}
 SAM2_WAYS = {"dense": "dense", "default": "SCRAM, default", "0.05": "SCRAM, error 5 %", "0.02": "SCRAM, error 2 %"}
 
 
@@ -213,6 +213,19 @@ SAM2_HEAD = ("pixels, tokens", "photographs, points", "global layers", "dense", 
 SAM2_QUALITY = ("embedding error", "IoU of masks: mean, worst")
 
 
+def sam2_tuned(device: str, budgets: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """By what `scram.tune` timed."""
+    lines = []
+    for side in sam2_sides(device, "tuned"):
+        row = table_cells.load("sam2")[f"{device} {side} tuned"]
+        for number, budget in enumerate(budgets):
+            one = row[budget]
+            size = ("", "") if number else sam2_size(device, side, row)
+            cells = time(one["dense"]), time(one["layers"]), f"{one['dense'] / one['layers']:.3g}"
+            lines.append((*size, SAM2_WAYS[budget], *cells, *sam2_quality(sam2_photograph_rows(device, side), budget)))
+    return lines
+
+
 def sam2_timed(device: str, ways: tuple[str, ...]) -> list[tuple[str, ...]]:
     """By the clock, all ways in one run: layers, encoder and memory."""
     lines = []
@@ -227,9 +240,14 @@ def sam2_timed(device: str, ways: tuple[str, ...]) -> list[tuple[str, ...]]:
     return lines
 
 
-def sam2_layers(device: str) -> str:
-    """docs/sam2: the global layers by every way."""
-    lines = sam2_timed(device, ("default", "0.05", "0.02"))
+def sam2_cpu() -> str:
+    """docs/sam2: the tuned layers on a CPU."""
+    return table((*SAM2_HEAD, *SAM2_QUALITY), *sam2_tuned("cpu", ("0.05", "0.02")))
+
+
+def sam2_cuda() -> str:
+    """docs/sam2: every way on a GPU, with the time and the memory of the whole encoder."""
+    lines = sam2_timed("cuda", ("default", "0.05", "0.02"))
     return table((*SAM2_HEAD, *SAM2_QUALITY), *lines) if lines else table_cells.NOT_MEASURED
 
 
@@ -270,7 +288,7 @@ def sam2_settings() -> str:
 
 def sam2_short() -> str:
     """README: dense attention and an error of 5 %."""
-    rows = {device: sam2_timed(device, ("0.05",)) for device in SAM2_MACHINES}
+    rows = {"cpu": sam2_tuned("cpu", ("0.05",)), "cuda": sam2_timed("cuda", ("0.05",))}
     lines = [
         (SAM2_MACHINES[device] if not n else "", line[0], *line[3:])
         for device, mine in rows.items()

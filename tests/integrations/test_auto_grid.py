@@ -76,7 +76,7 @@ def test_the_innermost_module_comes_first_with_its_arguments():
         (32, (16, 32, 64), {}, None),  # not a picture for certain
         (96, (3, 32, 192), {"image_size": 32, "patch_size": 8}, ((4, 24), 0)),  # 3 x 32 points are as many
         (97, (3, 32, 192), {"image_size": 32, "patch_size": 8}, ((4, 24), 1)),
-        (128, (16, 8, 64), {"sample_size": 8, "patch_size": 2, "in_channels": 16}, ((4, 32), 0)),
+        (1024, (16, 64, 64), {"sample_size": 8, "patch_size": 2, "in_channels": 16}, ((32, 32), 0)),
         (384, (16, 24, 16), {}, ((24, 16), 0)),  # channels come first
         (100, None, {}, None),
         (4096, None, {}, None),
