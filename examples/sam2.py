@@ -373,9 +373,10 @@ def draw(model: Model, picture: Tensor, plans: Plans, row: Row, path: Path) -> N
     for axes, title in zip(panels, titles, strict=False):
         axes.set_title(title, loc="left", fontsize=11)
         axes.set_axis_off()
-    labels = ["dense", "SCRAM", *(f"SCRAM, {budget:.0%}" for budget in BUDGETS)]
-    seconds = [min(row[way]["layers"]) for way in ("dense", *WAYS)]
-    bars = panels[4].barh(labels, seconds, color=["0.6", "C0", "C0", "C0"])
+    budgets = {f"{budget:g}": f"SCRAM, {budget:.0%}" for budget in BUDGETS}
+    labels = ["dense", *budgets.values()]
+    seconds = [row["0.05"]["dense"], *(row[budget]["layers"] for budget in budgets)]
+    bars = panels[4].barh(labels, seconds, color=["0.6", "C0", "C0"])
     panels[4].bar_label(bars, [f" {time:.2f} s" for time in seconds], fontsize=10)
     panels[4].invert_yaxis()
     panels[4].set_xlim(0, 1.25 * max(seconds))
@@ -421,7 +422,7 @@ def main() -> None:
                 given.results.write_text(json.dumps(rows, indent=1) + "\n")
         if "picture" in given.parts:
             name, side = DRAWN
-            row = rows[f"{given.device} {max(given.sides)} times"]
+            row = rows[f"{given.device} {max(given.sides)} tuned"]
             draw(model, picture(name, side).to(given.device), plans, row, given.picture)
 
 

@@ -267,7 +267,7 @@ def test_rows_of_a_photograph_and_of_times(model, monkeypatch, tmp_path):
     assert {name for name in alone if "+" in name} == {f"{number} 8+16" for number in (5, 7, 9)}
     assert all(alone[f"{number} 8+16"]["p95"][0] > 0 < alone[f"{number} dense"]["seconds"] for number in (5, 7, 9))
     drawn = tmp_path / "picture.jpg"
-    example.draw(model, pictures["astronaut"], plans, times, drawn)
+    example.draw(model, pictures["astronaut"], plans, tuned, drawn)
     assert drawn.stat().st_size > 1000
 
 
