@@ -1,9 +1,9 @@
-"""`scram generate`: new pictures of the same texture or scene."""
+"""`scram generate`: new pictures of the same texture."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ..images.generation import DEFAULT, generate
+from ..images.generation import DEFAULT, MOST_UNEVEN, generate, unevenness
 from ..images.reading import write
 from ..images.similarity import two_way
 from .console import Printout
@@ -17,6 +17,7 @@ def run(
     height: int | None,
     count: int,
     variety: float,
+    scenes: bool,
     out: Path,
     changed: dict[str, int],
     device: str,
@@ -27,6 +28,12 @@ def run(
     picture = open_image(image)
     size = (height or picture.pixels.shape[0], width or picture.pixels.shape[1])
     channels = channels_of(picture).to(device)
+    uneven = unevenness(channels)
+    if not scenes and uneven is not None and uneven > MOST_UNEVEN:
+        raise ValueError(
+            f"{image}: this is a scene, not a texture: edges in its windows differ by {uneven:.3f}, in a texture by at most "
+            f"{MOST_UNEVEN}; cut out a part that looks alike everywhere, or give --scenes for a collage"
+        )
     panels = [Panel("Source", shown(picture))]
     results = []
     files = []
@@ -35,7 +42,7 @@ def run(
             own = replace(settings, seed=settings.seed + number)
             x, seconds = timed(
                 lambda own=own, number=number: generate(  # type: ignore[misc]
-                    channels, size, own, variety=variety, progress=lambda share: told((number + share) / count)
+                    channels, size, own, variety=variety, scenes=True, progress=lambda share: told((number + share) / count)
                 )
             )
             result = with_channels(picture, x)
@@ -63,6 +70,7 @@ def run(
         files,
         result=list(size),
         variety=variety,
+        unevenness=uneven,
         settings=asdict(settings),
         pictures=results,
     )

@@ -14,6 +14,7 @@ from .checks import check_extents, check_finite, check_floats, widened
 from .patches import whole
 from .pyramid import depth, finer, resize, scaled, scales, shrink_known
 from .smooth import smooth_fill
+from .structure import Structure, continued
 from .synthesis import Progress, Settings, Source, update
 from .tiles import Tiles
 
@@ -30,6 +31,7 @@ AROUND = 32  # pixels around a hole whose texture is looked at
 EVEN_MEANS = 0.6
 EVEN_ROUGHNESS = 0.4
 LARGE = 2**21  # pixels around a hole that are enough to fill it
+STRUCTURE = 80  # pixels of the shorter side at which a hole's structure is looked for
 LEAST_PATCHES = 16  # whole patches of the source without which a hole is filled smoothly
 
 
@@ -111,6 +113,7 @@ def _filled(picture: Tensor, hole: Tensor, settings: Settings | None, told: Prog
         plan.append((sizes[-1], [replace(settings, matches=1, focus=settings.finish)]))
     work = [height * width * len(steps) for (height, width), steps in plan]
     above: tuple[Tensor, Matches] | None = None
+    structural = next((n for n, size in enumerate(sizes) if min(size) >= STRUCTURE), None) if len(sizes) > 1 else None
     for level, (size, steps) in enumerate(plan):
         known, missing = shrink_known(picture, hole, size)
         done = sum(work[:level]) / sum(work)
@@ -122,6 +125,7 @@ def _filled(picture: Tensor, hole: Tensor, settings: Settings | None, told: Prog
             steps,
             level * settings.iterations,
             lambda x, done=done, share=share: told(done + share * x),  # type: ignore[misc]
+            continued(known, missing, channels) if level == structural else None,
         )
     assert above is not None
     return torch.where(hole.unsqueeze(-1), above[0], picture)[..., :channels]
@@ -203,6 +207,7 @@ def _fill(
     steps: list[Settings],
     first_step: int,
     told: Progress,
+    structure: Structure | None = None,
 ) -> tuple[Tensor, Matches]:
     """One level: from the guess and the matches of the level above to those of this one.
 
@@ -226,9 +231,15 @@ def _fill(
         guess = smooth_fill(known, hole, order)
     else:
         guess = torch.where(inside, resize(above[0], size), known)
+    if structure is not None:
+        GATE(structure, known, hole)
+        guess = torch.where(structure.good[...,None], structure.picture, guess)
+    if above is not None:
         if above[0].shape[:2] != size:
             blurred = resize(resize(guess, (above[0].shape[0], above[0].shape[1])), size)
             warm = finer(above[1], side, size, size)
+    if structure is not None:
+        warm = _rewarm(structure, warm, side, size)
     for step, settings in enumerate(steps):
         tiles = Tiles.of(touched, TILE, step % 2 * TILE // 2)  # matches cross the borders of tiles in the next step
         seen, blurred_source = (guess, None) if step or blurred is None else (blurred, blurred)
@@ -240,3 +251,33 @@ def _fill(
     assert warm is not None
     left = torch.where((near & ~hole).unsqueeze(-1), known - votes, 0)
     return torch.where(inside, votes + smooth_fill(left, hole, order), known), warm
+
+
+LIMIT = 1e9
+
+
+def GATE(structure, known, hole):
+    number = torch.where(hole, torch.arange(hole.numel()).reshape(hole.shape) + 1.0, 0.0)
+    for _ in range(400):
+        new = F.max_pool2d(number[None, None], 3, 1, 1)[0, 0] * hole
+        if bool((new == number).all()): break
+        number = new
+    good = torch.zeros_like(hole)
+    for value in number.unique()[1:]:
+        part = number == value
+        cost = float(structure.cost[part].mean())
+        good |= part & (cost < LIMIT)
+    object.__setattr__(structure, 'good', good)
+
+
+def _rewarm(structure, warm, side, size):
+    rim = side // 2
+    h, w = size[0] - side + 1, size[1] - side + 1
+    place = torch.stack(torch.meshgrid(torch.arange(h), torch.arange(w), indexing='ij'), -1)
+    off = structure.offset[rim:rim + h, rim:rim + w]
+    to = place + off
+    ok = structure.good[rim:rim + h, rim:rim + w] & (to >= 0).all(-1) & (to[..., 0] < h) & (to[..., 1] < w)
+    K = 1 if warm is None else warm.index.shape[-1]
+    index = torch.full((1, 1, h, w, K), -1, dtype=torch.int32) if warm is None else warm.index.clone()
+    index[0, 0, ..., -1] = torch.where(ok, to[..., 0] * w + to[..., 1], index[0, 0, ..., -1]).to(index.dtype)
+    return Matches(index, torch.where(index >= 0, 0., -torch.inf), (h, w))
