@@ -1,6 +1,7 @@
 """Inpainting beside OpenCV, scikit-image and PyPatchMatch: PSNR and SSIM inside holes of three kinds, with the time.
 
-`python benchmarks/inpaint.py --size 384` measures all photographs in one run and stores a row for each kind of hole.
+`python benchmarks/inpaint.py --size 384` stores a row for each kind of hole. With `--photographs` it measures these and
+keeps the others' figures, if they are of the same commit.
 Needs the extra `bench`.
 """
 
@@ -20,6 +21,7 @@ from skimage.metrics import structural_similarity
 from skimage.restoration import inpaint_biharmonic
 from store import Store
 
+from scram.cli.provenance import commit
 from scram.images import inpaint
 
 PHOTOGRAPHS = (
@@ -127,7 +129,9 @@ def main() -> None:
     store, names = Store(given.store), given.photographs.split(",")
     _scram(photograph("camera", 64), hole("thin", 64, 0))  # compiles
     for kind in given.kinds.split(","):
-        rows: dict[str, dict[str, Any]] = {name: {} for name in methods(kind)}
+        old = store.data.get(kind, {})
+        kept = old["rows"] if old.get("commit") == commit() and old["size"] == given.size else {}
+        rows: dict[str, dict[str, Any]] = {name: kept.get(name, {}) for name in methods(kind)}
         for photo in names:
             picture, mask = photograph(photo, given.size), hole(kind, given.size, PHOTOGRAPHS.index(photo))
             hidden = np.where(mask[..., None], 0, picture).astype(np.uint8)
@@ -146,7 +150,7 @@ def main() -> None:
         }
         for name, mean in means.items():
             print(kind, name, " ".join(f"{key} {value:.3f}" for key, value in mean.items()), flush=True)
-        store.put(kind, size=given.size, photographs=names, means=means, rows=rows)
+        store.put(kind, size=given.size, photographs=list(rows["SCRAM"]), means=means, rows=rows)
 
 
 if __name__ == "__main__":

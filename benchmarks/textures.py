@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import sklearn.datasets
 import skimage.data
+import sklearn.datasets
 import torch
 from PIL import Image
 from store import Store

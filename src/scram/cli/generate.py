@@ -31,8 +31,8 @@ def run(
     uneven = unevenness(channels)
     if not scenes and uneven is not None and uneven > MOST_UNEVEN:
         raise ValueError(
-            f"{image}: this is a scene, not a texture: edges in its windows differ by {uneven:.3f}, in a texture by at most "
-            f"{MOST_UNEVEN}; cut out a part that looks alike everywhere, or give --scenes for a collage"
+            f"{image}: this is a scene, not a texture: edges in its windows differ by {uneven:.3f}, in a texture by at "
+            f"most {MOST_UNEVEN}; cut out a part that looks alike everywhere, or give --scenes for a collage"
         )
     panels = [Panel("Source", shown(picture))]
     results = []
@@ -40,9 +40,10 @@ def run(
     with bar("generating") as told:
         for number in range(count):
             own = replace(settings, seed=settings.seed + number)
+            share_told = lambda share, number=number: told((number + share) / count)  # noqa: E731
             x, seconds = timed(
-                lambda own=own, number=number: generate(  # type: ignore[misc]
-                    channels, size, own, variety=variety, scenes=True, progress=lambda share: told((number + share) / count)
+                lambda own=own, share_told=share_told: generate(  # type: ignore[misc]
+                    channels, size, own, variety=variety, scenes=True, progress=share_told
                 )
             )
             result = with_channels(picture, x)

@@ -45,7 +45,7 @@ def saliency(picture: Tensor) -> Tensor:
 
 def _rarity(picture: Tensor) -> Tensor:
     """The mean distance of the patch at each point of a picture [H, W, C] to the patches most like it [H, W]."""
-    height, width, channels = picture.shape
+    height, width = picture.shape[:2]
     padded = F.pad(picture.movedim(-1, 0)[None], [PATCH // 2] * 4, mode="reflect")[0].movedim(0, -1)
     features = Features.fit(unfold(padded, PATCH), PATCH, 24)(padded)[0, 0]  # [H, W, E]
     rows, columns = (torch.arange(n, device=picture.device, dtype=picture.dtype) for n in (height, width))

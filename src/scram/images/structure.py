@@ -13,12 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..results import Matches
 from .patches import Features, unfold, whole
 
 PATCH = 7  # side of the patches whose matches are counted
 QUERIES = 3000  # patches that look for a match, at most
 NEAR = 15  # of the longer side: matches nearer than this part tell of smoothness, not of structure
 OFFSETS = 48
+REGULAR = 0.44  # of patches whose match lies at one of the offsets, in a picture that repeats itself
 BAND = 3  # pixels around a pixel of the hole whose known colors a label is compared with
 GRADIENT = 2.0  # weight of differences between neighbors beside colors
 UNKNOWN = 0.05  # squared difference that stands for a pixel a label has no color for
@@ -36,12 +38,26 @@ class Structure:
     Args:
         picture: [H, W, C], the hole filled.
         offset: of each pixel to its source, int64 [H, W, 2]; 0 outside the hole.
-        cost: of the label of each pixel and half of its seams [H, W], in squared differences of colors.
+        cost: of the label of each pixel and half of its seams [H, W], the mean over colors of squared differences.
+        regular: whether the picture repeats itself, as bricks do.
     """
 
     picture: Tensor
     offset: Tensor
     cost: Tensor
+    regular: bool
+
+    def matches(self, side: int) -> Matches:
+        """The offsets as matches of patches: where they begin, and where what they show begins; -1 outside the hole."""
+        rim = side // 2
+        height, width = (extent - side + 1 for extent in self.offset.shape[:2])
+        offset = self.offset[rim : rim + height, rim : rim + width]
+        rows, columns = (torch.arange(n, device=offset.device) for n in (height, width))
+        place = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), -1) + offset
+        size = torch.tensor((height, width), device=offset.device)
+        fits = (offset != 0).any(-1) & (place >= 0).all(-1) & (place < size).all(-1)
+        index = torch.where(fits, place[..., 0] * width + place[..., 1], -1).int()[None, None, ..., None]
+        return Matches(index, torch.where(index >= 0, 0.0, -torch.inf), (height, width))
 
 
 def continued(known: Tensor, hole: Tensor, colors: int) -> Structure | None:
@@ -50,7 +66,7 @@ def continued(known: Tensor, hole: Tensor, colors: int) -> Structure | None:
     The first channels, as many as `colors`, choose the offsets; all are filled.
     """
     seen = known[..., :colors]
-    offsets = frequent_offsets(seen, hole)
+    offsets, share = frequent_offsets(seen, hole)
     places = hole.nonzero()  # [n, 2]
     if not len(offsets) or not len(places):
         return None
@@ -65,19 +81,22 @@ def continued(known: Tensor, hole: Tensor, colors: int) -> Structure | None:
     offset = torch.zeros(*hole.shape, 2, dtype=torch.int64, device=hole.device)
     offset[hole] = moved - places
     spread = torch.zeros(hole.shape, dtype=known.dtype, device=hole.device)
-    spread[hole] = cost
-    return Structure(picture, offset, spread)
+    spread[hole] = cost / colors
+    return Structure(picture, offset, spread, share >= REGULAR)
 
 
-def frequent_offsets(known: Tensor, hole: Tensor) -> Tensor:
-    """The offsets at which a picture [H, W, C] resembles itself outside its hole, bool [H, W]: int64 [n, 2]."""
+def frequent_offsets(known: Tensor, hole: Tensor) -> tuple[Tensor, float]:
+    """The offsets at which a picture [H, W, C] resembles itself outside its hole, bool [H, W]: int64 [n, 2].
+
+    And the share of its patches whose match lies at one of them.
+    """
     height, width = hole.shape
     if min(height, width) < PATCH:
-        return torch.zeros(0, 2, dtype=torch.int64, device=hole.device)
+        return torch.zeros(0, 2, dtype=torch.int64, device=hole.device), 0.0
     allowed = whole(~hole, PATCH)
     keys = allowed.nonzero()  # [m, 2]
     if len(keys) < 2:
-        return keys[:0]
+        return keys[:0], 0.0
     values = unfold(known, PATCH)
     features = Features.fit(values, PATCH, 24, allowed)(known)[0, 0]
     k = features[keys[:, 0], keys[:, 1]]  # [m, E]
@@ -103,7 +122,11 @@ def frequent_offsets(known: Tensor, hole: Tensor) -> Tensor:
     peak = (smooth == F.max_pool2d(smooth, 9, 1, 4)) & (smooth > 0)
     heights = torch.where(peak, smooth, 0).flatten()
     best = heights.topk(min(OFFSETS, int(peak.sum()))).indices
-    return torch.stack((best // counts.shape[1], best % counts.shape[1]), -1) - middle
+    tops = torch.zeros_like(counts)
+    tops.view(-1)[best] = 1
+    around = F.max_pool2d(tops[None, None], 5, 1, 2)[0, 0]
+    share = float((counts * around).sum() / counts.sum().clamp(min=1))
+    return torch.stack((best // counts.shape[1], best % counts.shape[1]), -1) - middle, share
 
 
 @dataclass(frozen=True)
@@ -204,3 +227,20 @@ def _differences(picture: Tensor, clear: Tensor) -> Tensor:
 def _box(x: Tensor, side: int) -> Tensor:
     """Sums over squares [H, W] -> [H, W]."""
     return F.avg_pool2d(x[None, None], side, 1, side // 2)[0, 0] * side * side
+
+
+def parts(mask: Tensor) -> Tensor:
+    """The connected parts of a mask, bool [H, W] -> int64 [H, W]: their numbers from 0, -1 outside.
+
+    >>> parts(torch.tensor([[True, True, False, True]]))
+    tensor([[ 0,  0, -1,  1]])
+    """
+    own = torch.arange(1, mask.numel() + 1, dtype=torch.float64, device=mask.device).reshape(mask.shape)
+    number = torch.where(mask, own, 0)
+    while True:
+        wider = F.max_pool2d(number[None, None], 3, 1, 1)[0, 0] * mask
+        if torch.equal(wider, number):
+            break
+        number = wider
+    known = number[mask].unique()
+    return torch.where(mask, torch.searchsorted(known, number), -1)
