@@ -144,13 +144,13 @@ def main() -> None:
                 if given.keep:
                     eight = (result * 255).round().astype(np.uint8)
                     Image.fromarray(eight.squeeze()).save(f"{given.keep}/{kind}-{photo}-{name}.png")
-        means = {
-            name: {key: float(np.mean([row[key] for row in per.values()])) for key in next(iter(per.values()))}
-            for name, per in rows.items()
-        }
+            means = {
+                name: {key: float(np.mean([row[key] for row in per.values()])) for key in next(iter(per.values()))}
+                for name, per in rows.items()
+            }
+            store.put(kind, size=given.size, photographs=list(rows["SCRAM"]), means=means, rows=rows)
         for name, mean in means.items():
             print(kind, name, " ".join(f"{key} {value:.3f}" for key, value in mean.items()), flush=True)
-        store.put(kind, size=given.size, photographs=list(rows["SCRAM"]), means=means, rows=rows)
 
 
 if __name__ == "__main__":
