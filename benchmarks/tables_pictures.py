@@ -100,6 +100,35 @@ def inpaint() -> str:
     return table(("dB / SSIM / s", *kinds), *((name, *cells(name)) for name in names))
 
 
+def retargeting() -> str:
+    """docs/retarget: by how much the shape of what stands out changes."""
+    rows = table_cells.load("retargeting")
+    lines = []
+    for name, row in rows.items():
+        found = row["shape_error"]
+        cells = (f"{100 * found[way][how]:.0f} %" for way in ("narrower", "wider") for how in ("resized", "retargeted"))
+        lines.append((f"{name} (chosen on)" if row["chosen"] else name, *cells))
+    return table(("", "71 %: resized", "retargeted", "133 %: resized", "retargeted"), *lines)
+
+
+def textures() -> str:
+    """docs/generate: how many textures pass and how many scenes are refused."""
+    lines = []
+    for part, row in table_cells.load("textures").items():
+        every = row["unevenness"]
+        right = {kind: len(found) - len(row["wrong"][kind]) for kind, found in every.items()}
+        where = "the limit was chosen on these" if part == "chosen" else "nothing was chosen on these"
+        lines.append(
+            (
+                where,
+                f"{right['texture']} of {len(every['texture'])}",
+                f"{right['scene']} of {len(every['scene'])}",
+                ", ".join(row["wrong"]["scene"]) or "none",
+            )
+        )
+    return table(("", "textures that pass", "scenes that are refused", "scenes that pass"), *lines)
+
+
 def pictures() -> str:
     """docs/inpaint: seconds of every function of `scram.images`."""
     gpu, cpu = table_cells.load("pictures_gpu"), table_cells.load("pictures_cpu")
