@@ -1,7 +1,7 @@
 """Inpainting beside OpenCV, scikit-image and PyPatchMatch: PSNR and SSIM inside holes of three kinds, with the time.
 
 `python benchmarks/inpaint.py --size 384` stores a row for each kind of hole. With `--photographs` it measures these and
-keeps the others' figures, if they are of the same commit.
+keeps the others' figures, if they are of the same commit; with `--methods` it keeps those of the other methods.
 Needs the extra `bench`.
 """
 
@@ -123,6 +123,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=384)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--photographs", default=",".join(PHOTOGRAPHS))
+    parser.add_argument("--methods", default="SCRAM,Telea,Navier-Stokes,biharmonic,PyPatchMatch")
     parser.add_argument("--store", default="inpaint")
     parser.add_argument("--keep", help="folder for the pictures")
     given = parser.parse_args()
@@ -130,12 +131,14 @@ def main() -> None:
     _scram(photograph("camera", 64), hole("thin", 64, 0))  # compiles
     for kind in given.kinds.split(","):
         old = store.data.get(kind, {})
-        kept = old["rows"] if old.get("commit") == commit() and old["size"] == given.size else {}
-        rows: dict[str, dict[str, Any]] = {name: kept.get(name, {}) for name in methods(kind)}
+        kept = old["rows"] if old and old["size"] == given.size else {}
+        run = {name: method for name, method in methods(kind).items() if name in given.methods.split(",")}
+        again = run if old.get("commit") != commit() else {}
+        rows: dict[str, dict[str, Any]] = {name: {} if name in again else kept.get(name, {}) for name in methods(kind)}
         for photo in names:
             picture, mask = photograph(photo, given.size), hole(kind, given.size, PHOTOGRAPHS.index(photo))
             hidden = np.where(mask[..., None], 0, picture).astype(np.uint8)
-            for name, method in methods(kind).items():
+            for name, method in run.items():
                 start, cpu = time.perf_counter(), time.process_time()
                 result = method(hidden, mask)
                 seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
@@ -147,6 +150,7 @@ def main() -> None:
             means = {
                 name: {key: float(np.mean([row[key] for row in per.values()])) for key in next(iter(per.values()))}
                 for name, per in rows.items()
+                if per
             }
             store.put(kind, size=given.size, photographs=list(rows["SCRAM"]), means=means, rows=rows)
         for name, mean in means.items():

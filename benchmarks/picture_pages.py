@@ -20,6 +20,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from scram.images import generate, inpaint, retarget
+from scram.images.doubts import doubts
 from scram.images.pyramid import resize
 from scram.images.synthesis import Settings
 
@@ -106,7 +107,9 @@ def generate_page(folder: Path) -> None:
         rows.append(list(zip(titles, (source, *made), strict=True)))
     source = photograph("coffee", 256, folder)
     collages = [generate(source, None, Settings(iterations=5, seed=seed), variety=0.2, scenes=True) for seed in (0, 2)]
-    rows.append(list(zip(("a scene: refused", "--scenes, seed 0", "--scenes, seed 2"), (source, *collages), strict=True)))
+    rows.append(
+        list(zip(("a scene: refused", "--scenes, seed 0", "--scenes, seed 2"), (source, *collages), strict=True))
+    )
     sheet(rows, IMAGES / "generate.jpg")
 
 
@@ -137,9 +140,14 @@ def inpaint_page(folder: Path) -> None:
         hole[top : top + height, left : left + width] = True
         filled = inpaint(torch.where(hole[..., None], 0, picture), hole)
         around = 2 * max(width, height)
-        first = [min(max(x + extent // 2 - around // 2, 0), 384 - around) for x, extent in ((top, height), (left, width))]
+        first = [
+            min(max(x + extent // 2 - around // 2, 0), 384 - around) for x, extent in ((top, height), (left, width))
+        ]
         part = tuple(slice(x, x + around) for x in first)
-        panels += [(name, torch.where(hole[..., None], MARK, picture)[part]), ("filled", filled[part])]
+        panels += [
+            (name, torch.where(hole[..., None], MARK, picture)[part]),
+            ("unsure: warned" if doubts(filled, hole) else "", filled[part]),
+        ]
     sheet([panels[n : n + 4] for n in range(0, len(panels), 4)], IMAGES / "inpaint.jpg")
 
 
