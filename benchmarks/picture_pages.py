@@ -146,7 +146,7 @@ def inpaint_page(folder: Path) -> None:
         part = tuple(slice(x, x + around) for x in first)
         panels += [
             (name, torch.where(hole[..., None], MARK, picture)[part]),
-            ("unsure: warned" if doubts(filled, hole) else "", filled[part]),
+            ("doubtful: it warns" if doubts(filled, hole) else "", filled[part]),
         ]
     sheet([panels[n : n + 4] for n in range(0, len(panels), 4)], IMAGES / "inpaint.jpg")
 

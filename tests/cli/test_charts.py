@@ -1,5 +1,7 @@
 """Charts of benchmark rows: which lines they hold."""
 
+from itertools import pairwise
+
 from matplotlib.figure import Figure
 
 from scram.cli import charts
@@ -32,7 +34,8 @@ def test_a_line_holds_its_points_and_its_slope():
     axes = drawn([row(64), row(128), row(256)])
     (line,) = axes.lines
     assert line.get_xdata().tolist() == [64**2, 128**2, 256**2]
-    assert "slope 1.00" in line.get_label()
+    assert line.get_label() == "SCRAM, paper (1.00)"
+    assert [text.get_text() for text in line.axes.texts] == ["SCRAM, paper (1.00)"]
 
 
 def test_what_found_no_memory_is_said_and_what_was_not_measured_is_hollow():
@@ -63,3 +66,25 @@ def test_pairs_share_a_color():
 def test_a_picture_is_written(tmp_path):
     charts.performance([row(64), row(128)], tmp_path / "chart.png")
     assert (tmp_path / "chart.png").stat().st_size > 10_000
+
+
+def test_names_stand_apart_at_the_ends_of_their_lines():
+    axes = drawn([row(size, name) for size in (64, 128) for name in ("SCRAM, paper", "SCRAM", "torch SDPA")])
+    heights = sorted(text.get_position()[1] for text in axes.texts)
+    assert len(heights) == 3
+    assert all(high - low >= charts.LABEL - 1e-9 for low, high in pairwise(heights))
+
+
+def test_the_largest_width_has_all_panels_and_others_the_forward_pass(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path: figures.append(self))
+    rows = [
+        row(size, width=width, backward=backward, peak_bytes=2**20)
+        for size in (64, 128)
+        for width in (3, 64)
+        for backward in (False, True)
+    ]
+    charts.performance(rows, tmp_path / "chart.png")
+    titles = [axes.get_title(loc="left") for axes in figures[0].axes]
+    assert sum("width 3" in title for title in titles) == 1
+    assert sum("width 64" in title for title in titles) == 4
