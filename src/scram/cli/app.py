@@ -287,7 +287,9 @@ def generate(
         from .generate import run
 
         changed = _given(patch=patch, iterations=iterations, seed=seed)
-        run(image, width, height, count, variety, scenes, out, changed, device).finish(out / "generate.json", as_json)
+        run(image, width, height, count, variety, out, changed, device, scenes=scenes).finish(
+            out / "generate.json", as_json
+        )
 
 
 @_command("retarget photo.jpg --size 400x", "retarget photo.jpg --size 640x360 --out /tmp/r --json")

@@ -17,10 +17,11 @@ def run(
     height: int | None,
     count: int,
     variety: float,
-    scenes: bool,
     out: Path,
     changed: dict[str, int],
     device: str,
+    *,
+    scenes: bool,
 ) -> Printout:
     """Generate `count` pictures with following seeds and write them."""
     settings = replace(DEFAULT, **changed)
