@@ -106,7 +106,7 @@ def retargeting() -> str:
     lines = []
     for name, row in rows.items():
         found = row["shape_error"]
-        cells = (f"{100 * found[way][how]:.0f} %" for way in ("narrower", "wider") for how in ("resized", "retargeted"))
+        cells = (f"{100 * found[way][how]:.0f}%" for way in ("narrower", "wider") for how in ("resized", "retargeted"))
         lines.append((f"{name} (chosen on)" if row["chosen"] else name, *cells))
     return table(("", "71 %: resized", "retargeted", "133 %: resized", "retargeted"), *lines)
 
@@ -121,8 +121,10 @@ def textures() -> str:
         lines.append(
             (
                 where,
-                f"{right['texture']} of {len(every['texture'])}",
-                f"{right['scene']} of {len(every['scene'])}",
+                *(
+                    f"{100 * right[kind] / len(every[kind]):.0f}% of {len(every[kind])}"
+                    for kind in ("texture", "scene")
+                ),
                 ", ".join(row["wrong"]["scene"]) or "none",
             )
         )
