@@ -115,17 +115,18 @@ def textures() -> str:
     """docs/generate: how many textures pass and how many scenes are refused."""
     lines = []
     for part, row in table_cells.load("textures").items():
-        every = row["unevenness"]
-        right = {kind: len(found) - len(row["wrong"][kind]) for kind, found in every.items()}
-        where = "the limit was chosen on these" if part == "chosen" else "nothing was chosen on these"
+        above = {
+            kind: {name: value > row["limit"] for name, value in found.items()}
+            for kind, found in row["unevenness"].items()
+        }
+        passed = [name for name, refused in above["scene"].items() if not refused]
+        textures, scenes = (list(above[kind].values()) for kind in ("texture", "scene"))
         lines.append(
             (
-                where,
-                *(
-                    f"{100 * right[kind] / len(every[kind]):.0f}% of {len(every[kind])}"
-                    for kind in ("texture", "scene")
-                ),
-                ", ".join(row["wrong"]["scene"]) or "none",
+                "the limit was chosen on these" if part == "chosen" else "nothing was chosen on these",
+                f"{100 * textures.count(False) / len(textures):.0f}% of {len(textures)}",
+                f"{100 * scenes.count(True) / len(scenes):.0f}% of {len(scenes)}",
+                ", ".join(passed) or "none",
             )
         )
     return table(("", "textures that pass", "scenes that are refused", "scenes that pass"), *lines)
