@@ -81,3 +81,13 @@ def test_parts_are_what_is_connected():
     assert number[1, 3] == number[2, 2]
     assert len({int(number[0, 0]), int(number[1, 3]), int(number[2, 0])}) == 3
     assert int(parts(torch.zeros(2, 3, dtype=torch.bool)).max()) == -1
+
+
+def test_scores_are_of_one_dtype_whatever_the_default_is():
+    picture, hole = bricks(), box(80, 100, 30, 40, 55, 70)
+    made = continued(torch.where(hole[..., None], 0, picture), hole, 1)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert made.matches(7).score.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -57,7 +57,8 @@ class Structure:
         size = torch.tensor((height, width), device=offset.device)
         fits = (offset != 0).any(-1) & (place >= 0).all(-1) & (place < size).all(-1)
         index = torch.where(fits, place[..., 0] * width + place[..., 1], -1).int()[None, None, ..., None]
-        return Matches(index, torch.where(index >= 0, 0.0, -torch.inf), (height, width))
+        score = torch.zeros(index.shape, dtype=torch.float32, device=index.device)
+        return Matches(index, score.masked_fill(index < 0, -torch.inf), (height, width))
 
 
 def continued(known: Tensor, hole: Tensor, colors: int) -> Structure | None:
