@@ -123,7 +123,7 @@ def _filled(picture: Tensor, hole: Tensor, settings: Settings | None, told: Prog
         known, missing = shrink_known(picture, hole, size)
         done = sum(work[:level]) / sum(work)
         share = work[level] / sum(work)
-        level_told = lambda x, done=done, share=share: told(done + share * x)  # type: ignore[misc]  # noqa: E731
+        level_told = lambda x, done=done, share=share: told(done + share * x)  # noqa: E731
         first = level * settings.iterations
         found = _fill(known, missing, above, steps, first, level_told)
         if level == structural and (structure := continued(known, missing, channels)) is not None:

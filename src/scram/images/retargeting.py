@@ -53,11 +53,10 @@ def strips(importance: Tensor, old: tuple[int, int], new: tuple[int, int]) -> tu
     on differences of neighbors: a cell of equal scales keeps its shape. Strips at the lower bound are fixed there, and
     the others solved again.
     """
-    counts = [min(STRIPS, seen, extent) for seen, extent in zip(importance.shape, old, strict=True)]
-    cells = F.adaptive_avg_pool2d(importance[None, None].double(), counts)[0, 0]
+    rows, columns = (min(STRIPS, seen, extent) for seen, extent in zip(importance.shape, old, strict=True))
+    cells = F.adaptive_avg_pool2d(importance[None, None].double(), (rows, columns))[0, 0]
     weight = (cells.square() + BASE**2).cpu()
-    rows, columns = counts
-    matrix = torch.block_diag(weight.sum(1).diag(), weight.sum(0).diag())
+    matrix = torch.cat((weight.sum(1), weight.sum(0))).diag()
     matrix[:rows, rows:] = -weight
     matrix[rows:, :rows] = -weight.mT
     matrix = matrix / (weight.mean() * math.sqrt(rows * columns))
@@ -65,7 +64,9 @@ def strips(importance: Tensor, old: tuple[int, int], new: tuple[int, int]) -> tu
         step = torch.eye(count, dtype=torch.float64, device="cpu").diff(dim=0)
         matrix[first : first + count, first : first + count] += SMOOTH * count * step.mT @ step
     means = torch.tensor([new[axis] / old[axis] for axis in (0, 1)], dtype=torch.float64, device="cpu")
-    mean_of = torch.block_diag(*(torch.full((1, n), 1 / n, dtype=torch.float64, device="cpu") for n in counts))
+    mean_of = torch.zeros(2, rows + columns, dtype=torch.float64, device="cpu")
+    mean_of[0, :rows] = 1 / rows
+    mean_of[1, rows:] = 1 / columns
     least = LEAST * (mean_of > 0).double().mT @ means.clamp(max=1)
     scales = _least_squares(matrix, mean_of, means, least)
     return scales[:rows].to(importance), scales[rows:].to(importance)

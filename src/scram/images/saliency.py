@@ -54,7 +54,9 @@ def _rarity(picture: Tensor) -> Tensor:
     keys, key_place = (x[::step, ::step].flatten(0, 1) for x in (features, place))
     alike = min(ALIKE, len(keys))
     means = []
-    for q, own in zip(features.flatten(0, 1).split(2048), place.flatten(0, 1).split(2048), strict=True):
-        distance = torch.cdist(q, keys) / (1 + DISTANCE * torch.cdist(own, key_place))
+    queries, own = features.flatten(0, 1), place.flatten(0, 1)
+    for first in range(0, len(queries), 2048):
+        some = slice(first, first + 2048)
+        distance = torch.cdist(queries[some], keys) / (1 + DISTANCE * torch.cdist(own[some], key_place))
         means.append(distance.topk(alike, largest=False).values.mean(1))
     return torch.cat(means).reshape(height, width)

@@ -104,10 +104,11 @@ def frequent_offsets(known: Tensor, hole: Tensor) -> tuple[Tensor, float]:
     least = max(height, width) / NEAR
     step = max(1, len(keys) // QUERIES)
     found = []
-    for q, own in zip(k[::step].split(512), keys[::step].split(512), strict=True):
-        distance = k.square().sum(-1) - 2 * q @ k.mT  # [512, m]
-        far = (own[:, None] - keys).abs().amax(-1) > least
-        found.append(keys[torch.where(far, distance, torch.inf).argmin(1)] - own)
+    for first in range(0, len(keys), 512 * step):
+        some = slice(first, first + 512 * step, step)
+        distance = k.square().sum(-1) - 2 * k[some] @ k.mT  # [512, m]
+        far = (keys[some, None] - keys).abs().amax(-1) > least
+        found.append(keys[torch.where(far, distance, torch.inf).argmin(1)] - keys[some])
     offset = torch.cat(found)
     offset = offset[offset.abs().amax(-1) > least]  # of a patch without any far one
     middle = torch.tensor([height - 1, width - 1], device=hole.device)
@@ -243,5 +244,5 @@ def parts(mask: Tensor) -> Tensor:
         if torch.equal(wider, number):
             break
         number = wider
-    known = number[mask].unique()
+    known = number[mask].unique()  # type: ignore[no-untyped-call]
     return torch.where(mask, torch.searchsorted(known, number), -1)
