@@ -32,10 +32,8 @@ EVEN_MEANS = 0.6
 EVEN_ROUGHNESS = 0.4
 LARGE = 2**21  # pixels around a hole that are enough to fill it
 STRUCTURE = 80  # pixels of the shorter side at which the structure of a hole is looked for, at least
-# It is taken where the mean distance of patches to their matches is below this part of that without it.
-LIMIT = 0.82
-REGULAR_LIMIT = 1.4
-COSTLY = 0.025  # cost of a pixel above which its seams show
+FARTHER = 1.4  # it is taken where the mean distance of patches to their matches is below so many times that without
+COSTLY = 0.025  # and where its pixels cost less: above its seams show
 LEAST_PATCHES = 16  # whole patches of the source without which a hole is filled smoothly
 
 
@@ -140,8 +138,8 @@ Level = tuple[Tensor, Matches]
 def _better(plain: Level, other: Level, structure: Structure, hole: Tensor, side: int) -> Level:
     """Of two fills of a level the one or the other for each connected part of a hole, bool [H, W].
 
-    The other one started from the structure. It is taken where that has no costly seams and where its patches are
-    nearer to their matches; in a regular picture also where they are a little farther.
+    The other one started from the structure. It is taken where that has no costly seams and where its patches are not
+    much farther from their matches: joints that fade away have near ones too.
     """
     part = parts(hole)
     count = int(part.max()) + 1
@@ -154,8 +152,7 @@ def _better(plain: Level, other: Level, structure: Structure, hole: Tensor, side
         return total / fits.new_zeros(count, dtype=x.dtype).index_add(0, number[fits], fits[fits].to(x)).clamp(min=1)
 
     far = [means(-found.score[0, 0, ..., 0], part[inner]) for _, found in (plain, other)]
-    limit = REGULAR_LIMIT if structure.regular else LIMIT
-    better = (far[1] < limit * far[0]) & (means(structure.cost, part) < COSTLY)
+    better = (far[1] < FARTHER * far[0]) & (means(structure.cost, part) < COSTLY)
     taken = F.pad(better, (1, 0))[part + 1]  # [H, W]
     patches = taken[inner][None, None, ..., None]
     matches = Matches(

@@ -1,8 +1,9 @@
 """Structure of a hole: lines and patterns go on across it, by the few offsets at which the picture resembles itself.
 
-Patches of the known part find their best match that is not near. The most frequent offsets (the period of bricks, the
-distance of two coins, the way along an edge) become labels: a pixel of the hole with a label shows what lies at that
-offset. Min-sum belief propagation chooses labels that agree with the known pixels around the hole and with each other.
+Patches of the known part find their best match that is not near. Where the picture repeats itself, many of these lie at
+a few offsets: the period of bricks, the distance of two coins. They become labels: a pixel of the hole with a label
+shows what lies at that offset. Min-sum belief propagation chooses labels that agree with the known pixels around the
+hole and with each other. Other pictures have no such offsets, and labels would make a collage.
 """
 
 from __future__ import annotations
@@ -39,13 +40,11 @@ class Structure:
         picture: [H, W, C], the hole filled.
         offset: of each pixel to its source, int64 [H, W, 2]; 0 outside the hole.
         cost: of the label of each pixel and half of its seams [H, W], the mean over colors of squared differences.
-        regular: whether the picture repeats itself, as bricks do.
     """
 
     picture: Tensor
     offset: Tensor
     cost: Tensor
-    regular: bool
 
     def matches(self, side: int) -> Matches:
         """The offsets as matches of patches: where they begin, and where what they show begins; -1 outside the hole."""
@@ -62,14 +61,14 @@ class Structure:
 
 
 def continued(known: Tensor, hole: Tensor, colors: int) -> Structure | None:
-    """The hole, bool [H, W], of a small picture [H, W, C] filled by offsets; None where no offset reaches a source.
+    """The hole, bool [H, W], of a small picture [H, W, C] filled by offsets; None if the picture does not repeat itself.
 
     The first channels, as many as `colors`, choose the offsets; all are filled.
     """
     seen = known[..., :colors]
     offsets, share = frequent_offsets(seen, hole)
     places = hole.nonzero()  # [n, 2]
-    if not len(offsets) or not len(places):
+    if share < REGULAR or not len(places):
         return None
     labels = _Labels.of(seen, hole, offsets, places)
     chosen, cost = labels.chosen(hole)
@@ -83,7 +82,7 @@ def continued(known: Tensor, hole: Tensor, colors: int) -> Structure | None:
     offset[hole] = moved - places
     spread = torch.zeros(hole.shape, dtype=known.dtype, device=hole.device)
     spread[hole] = cost / colors
-    return Structure(picture, offset, spread, share >= REGULAR)
+    return Structure(picture, offset, spread)
 
 
 def frequent_offsets(known: Tensor, hole: Tensor) -> tuple[Tensor, float]:
