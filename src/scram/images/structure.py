@@ -61,7 +61,7 @@ class Structure:
 
 
 def continued(known: Tensor, hole: Tensor, colors: int) -> Structure | None:
-    """The hole, bool [H, W], of a small picture [H, W, C] filled by offsets; None if the picture does not repeat itself.
+    """The hole, bool [H, W], of a small picture [H, W, C] filled by offsets; None if it does not repeat itself.
 
     The first channels, as many as `colors`, choose the offsets; all are filled.
     """
