@@ -135,9 +135,9 @@ def _loglog(axes: Axes, lines: dict[str, list[measuring.Row]], quantity: str) ->
     axes.grid(True, color="#dddddd", linewidth=0.6)
     axes.tick_params(labelsize=14)
     low, high = (log10(y) for y in axes.get_ylim())
-    places = spread([(log10(y) - low) / (high - low) for *_, y in ends], LABEL)
-    for (label, color, _), y in zip(ends, places, strict=True):
-        name = axes.text(1.02, y, label, transform=axes.transAxes, color=color, fontsize=14, va="center")
+    heights = spread([(log10(end) - low) / (high - low) for *_, end in ends], LABEL)
+    for (label, color, _), height in zip(ends, heights, strict=True):
+        name = axes.text(1.02, height, label, transform=axes.transAxes, color=color, fontsize=14, va="center")
         name.set_in_layout(True)
 
 

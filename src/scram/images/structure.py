@@ -21,7 +21,8 @@ PATCH = 7  # side of the patches whose matches are counted
 QUERIES = 3000  # patches that look for a match, at most
 NEAR = 15  # of the longer side: matches nearer than this part tell of smoothness, not of structure
 OFFSETS = 48
-REGULAR = 0.44  # of patches whose match lies at one of the offsets, in a picture that repeats itself
+ROUGH = 0.5  # of the mean variance of patches: what has less is smooth
+REGULAR = 0.3  # of patches that are rough and whose match lies at one of the offsets, in a picture that repeats itself
 BAND = 3  # pixels around a pixel of the hole whose known colors a label is compared with
 GRADIENT = 2.0  # weight of differences between neighbors beside colors
 UNKNOWN = 0.05  # squared difference that stands for a pixel a label has no color for
@@ -88,7 +89,7 @@ def continued(known: Tensor, hole: Tensor, colors: int) -> Structure | None:
 def frequent_offsets(known: Tensor, hole: Tensor) -> tuple[Tensor, float]:
     """The offsets at which a picture [H, W, C] resembles itself outside its hole, bool [H, W]: int64 [n, 2].
 
-    And the share of its patches whose match lies at one of them.
+    And the share of its patches that are rough and whose match lies at one of them: smooth ones match anywhere.
     """
     height, width = hole.shape
     if min(height, width) < PATCH:
@@ -126,7 +127,10 @@ def frequent_offsets(known: Tensor, hole: Tensor) -> tuple[Tensor, float]:
     tops = torch.zeros_like(counts)
     tops.view(-1)[best] = 1
     around = F.max_pool2d(tops[None, None], 5, 1, 2)[0, 0]
-    share = float((counts * around).sum() / counts.sum().clamp(min=1))
+    colors = known.shape[-1]
+    rough = values[keys[:, 0], keys[:, 1]].unflatten(-1, (colors, -1)).var(-1).mean(-1)[::step]
+    place = (torch.cat(found) + middle)[rough >= ROUGH * rough.mean()]
+    share = float(around[place[:, 0], place[:, 1]].sum()) / len(rough)
     return torch.stack((best // counts.shape[1], best % counts.shape[1]), -1) - middle, share
 
 
