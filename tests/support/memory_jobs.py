@@ -29,8 +29,11 @@ def job(name: str, picture: Tensor) -> tuple[Callable[[], object], int]:
         hole_pixels = int(hole.sum())
         return lambda: images.inpaint(picture, hole, settings), memory.of_hole(pixels, hole_pixels, 3, settings.patch)
     size = (picture.shape[0], picture.shape[1] + 16)
-    make = images.generate if name == "generate" else images.retarget
-    return lambda: make(picture, size, settings), (pixels + size[0] * size[1]) * memory.of_patches(3, settings.patch)
+    both = pixels + size[0] * size[1]
+    if name == "retarget":
+        return lambda: images.retarget(picture, size), both * memory.of_patches(3, 1)
+    make = lambda: images.generate(picture, size, settings, scenes=True)  # noqa: E731
+    return make, both * memory.of_patches(3, settings.patch)
 
 
 def ratio(name: str) -> float:
