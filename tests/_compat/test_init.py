@@ -148,3 +148,16 @@ def test_without_the_library_operators_keep_their_threads(monkeypatch):
     with _compat.ONE_THREAD:
         assert (torch.get_num_threads(), _compat.num_threads()) == (2, 2)
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("private", [True, False])
+def test_products_are_torchs(monkeypatch, dtype, private):
+    if not private:
+        monkeypatch.setattr(_compat, "_linear", lambda: None)
+    x, w = torch.randn(5, 7).to(dtype), torch.randn(7, 9).to(dtype).T  # not in one piece
+    torch.testing.assert_close(_compat.product(x, w), x @ w.T)
+
+
+def test_the_product_of_onednn_is_what_it_was():
+    assert (_compat._linear() is not None) == torch.backends.mkldnn.is_available()

@@ -384,7 +384,10 @@ class Plan:
         rows = [self._row(number, rung) for number, rung in enumerate(self.rungs)]
         lines = [f"error at most {self.error:g}, on {self.num_queries} of {self.queries} queries of {self.tensors}"]
         lines += aligned([head, *rows])
-        lines += ["* of the worst head, as the 95th percentile; few queries carry it, so nothing is promised of it"]
+        lines += [
+            "* of the worst head, as the 95th percentile; few queries carry it, so nothing is promised of it",
+            "intervals cover the sample of queries and no other seed; the plan keeps its own",
+        ]
         doubt = "measured while other programs took the cores; plan.check(q, k, v).plan is measured again"
         notes = filter(None, [modes.note(self.split), doubt if self.busy else ""])
         return "\n".join([*lines, self.reason, self.code, *notes])
