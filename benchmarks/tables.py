@@ -482,16 +482,21 @@ def busy_inpaint() -> str:
 
 
 def versions() -> str:
-    """docs/faq: what the quick part of the suite counts on other versions of torch."""
+    """docs/faq: what parts of the suite count on other versions of torch, those of a commit together."""
+    groups: dict[tuple[str, ...], list[tuple[str, Any]]] = {}
+    for key, row in table_cells.load("versions").items():
+        made = row["machine"]["versions"]
+        names = [made.get(name, "none") for name in ("torch", "triton", "numba", "python")]
+        groups.setdefault((*names, row["commit"]), []).append((key.split()[1], row))
     return table(
-        ("torch", "Triton", "Numba", "Python", "passed", "failed", "skipped"),
+        ("torch", "Triton", "Numba", "Python", "commit", "parts", "passed", "failed", "skipped"),
         *(
             (
-                *(made.get(name, "none") for name in ("torch", "triton", "numba", "python")),
-                *(str(row[name]) for name in ("passed", "failed", "skipped")),
+                *versions,
+                ", ".join(part for part, _ in parts),
+                *(str(sum(row[name] for _, row in parts)) for name in ("passed", "failed", "skipped")),
             )
-            for row in table_cells.load("versions").values()
-            for made in [row["machine"]["versions"]]
+            for versions, parts in groups.items()
         ),
     )
 

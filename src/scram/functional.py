@@ -563,7 +563,7 @@ def estimate(
     result = execute(pipeline.run, q, k, v, request)
     # Gradients pass through `out` and `lse` alone.
     diagnostics = {name: getattr(result.joined, name).detach() for name in method.reports if name != "lse"}
-    lse = result.lse if "lse" in method.reports else None
+    lse = None if result.joined is None or "lse" not in method.reports else result.joined.lse
     return Estimate(out=result.out, lse=lse, method=method, **{**NO_DIAGNOSTICS, **diagnostics})
 
 
@@ -687,8 +687,8 @@ def local(
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Attended:
     result: Result = execute(pipeline.run, q, k, v, request)
-    assert result.lse is not None
-    return Attended(result.out, result.lse)
+    assert result.joined is not None
+    return Attended(result.out, result.joined.lse)
 
 
 def single_pool() -> AbstractContextManager[None]:

@@ -5,6 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import scram
+from scram.core import dense
 from scram.core.dense import dense_attention
 
 SEEDED = torch.Generator().manual_seed(0)
@@ -28,6 +29,36 @@ V = torch.randn(2, 2, 5, 6, 3, generator=SEEDED)
 )
 def test_it_is_exact(how):
     torch.testing.assert_close(dense_attention(Q, K, V, **how), scram.exact_attention(Q, K, V, **how).out)
+
+
+@pytest.mark.parametrize("keys_at_once", [7, 4096])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"scale": 40.0},
+        {"score": "cosine"},
+        {"causal": True},
+        {"key_mask": torch.rand(2, 5, 6) < 0.2},
+        {"key_mask": torch.rand(2, 4, 5, 6) < 0.2, "causal": True},
+    ],
+    ids=lambda how: " ".join(how) or "plain",
+)
+def test_few_queries_are_those_of_all(monkeypatch, how, keys_at_once):
+    """In parts of the keys: what one part masks whole, and what no part leaves a key."""
+    monkeypatch.setattr(dense, "KEYS_AT_ONCE", keys_at_once)
+    queries = torch.tensor([29, 0, 17, 4, 11])
+    some = dense_attention(Q, K, V, queries=queries, **how)
+    torch.testing.assert_close(some, dense_attention(Q, K, V, **how).flatten(2, 3)[:, :, queries])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_few_queries_keep_the_dtype(dtype):
+    queries = torch.tensor([3, 9])
+    some = dense_attention(*(x.to(dtype) for x in (Q, K, V)), queries=queries)
+    assert some.dtype == dtype
+    rough = {"rtol": 0.03, "atol": 0.03} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(some.float(), dense_attention(Q, K, V).flatten(2, 3)[:, :, queries], **rough)
 
 
 def fused_only():

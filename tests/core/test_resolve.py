@@ -6,6 +6,7 @@ import torch
 import scram
 from scram.core import resolve as resolving
 from scram.core.resolve import Request, resolve
+from scram.core.tails.base import Inputs
 
 Q = torch.zeros(2, 4, 5, 6, 8)
 K = torch.zeros(2, 2, 7, 3, 8)
@@ -13,6 +14,13 @@ V = torch.zeros(2, 2, 7, 3, 9)
 MASK = torch.ones(2, 7, 3, dtype=torch.bool)
 META = torch.device("meta")
 PAIR = (torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 9))
+
+
+@pytest.mark.parametrize("kind", [Request, Inputs])
+def test_what_a_compiler_reads_has_no_properties(kind):
+    """torch before 2.11 compiles no property of a tuple."""
+    own = set(vars(kind)) - set(kind._fields)
+    assert not [name for name in own if isinstance(vars(kind)[name], property)]
 
 
 def test_attention_checks_what_its_parts_check():

@@ -18,6 +18,7 @@ def test_a_line_for_each_batch_and_head():
     assert lines[5] == "    1    1  0.400 [0.200, 0.800]         0.4000  e"
     assert len({line.index("[") for line in lines[1:7]}) == 1
     assert lines[-1].startswith("* a point value")
+    assert "no other seed" in lines[-1]
     assert len(lines) == 8
 
 

@@ -17,7 +17,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, MethodWrapperType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,9 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-# --- torch functions that a TorchFunctionMode is given whole (torch 2.11 to 2.13) ---
+Named = TypeVar("Named")
+
+# --- torch functions that a TorchFunctionMode is given whole (torch 2.8 to 2.15) ---
 # Such a function calls `has_torch_function` first and runs its body only where that is False. `patch_sdpa` needs the
 # body inside the mode: it runs a copy of the code in which it is False.
 # Fallback: the function itself, outside the mode.
@@ -94,7 +96,7 @@ def _no(*tensors: Any) -> bool:
     return False
 
 
-# --- calls that no TorchFunctionMode sees (torch 2.11 to 2.13) ---
+# --- calls that no TorchFunctionMode sees (torch 2.8 to 2.15) ---
 # Fallback: modes see them, so that a `patch_sdpa` around another one would replace what `tune` compares with.
 
 _without_modes: Callable[[], AbstractContextManager[Any]] | None = getattr(torch._C, "DisableTorchFunction", None)
@@ -105,7 +107,7 @@ def without_modes() -> AbstractContextManager[Any]:
     return nullcontext() if _without_modes is None else _without_modes()
 
 
-# --- what torch is doing with a call (torch 2.11 to 2.13) ---
+# --- what torch is doing with a call (torch 2.8 to 2.15) ---
 # `ops` bypasses the dispatcher where torch would only pass a call on. Fallback: never, which is right and slower.
 
 _transforms_active: Callable[[], bool] | None = getattr(torch._C, "_are_functorch_transforms_active", None)
@@ -190,7 +192,47 @@ def recomputed(run: Callable[..., Any], *arguments: Any) -> Any:
     return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-# --- how many threads torch's own operators take, by Python thread (builds with OpenMP and MKL; torch 2.11 to 2.13) ---
+# --- tuples with names in compiled code (torch before 2.10) ---
+# There the compiler refuses `_replace`, which Python makes for them; a function of this file it reads.
+
+
+def compilable(kind: type[Named]) -> type[Named]:
+    """A NamedTuple whose `_replace` every torch compiles: a decorator."""
+    names: tuple[str, ...] = kind._fields  # type: ignore[attr-defined]
+
+    def replaced(self: Named, **changes: Any) -> Named:
+        fields = {**{name: getattr(self, name) for name in names}, **changes}
+        return kind(*fields.values())  # more of them than there are, where a name is unknown
+
+    kind._replace = replaced  # type: ignore[attr-defined]
+    return kind
+
+
+# --- products of matrices with few rows (oneDNN's operator; torch 2.8 to 2.15) ---
+# On processors for which MKL has no code of its own oneDNN takes 40 % of its time. Fallback: torch's own product.
+
+
+@cache
+def _linear() -> Callable[..., Tensor] | None:
+    """oneDNN's x @ w.T for float32 on a CPU, where it does that."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return None
+    try:
+        linear = torch.ops.mkldnn._linear_pointwise.default
+        x, w = torch.ones(2, 3, device="cpu", dtype=torch.float32), torch.ones(4, 3, device="cpu", dtype=torch.float32)
+        made = linear(x, w, None, "none", [], "")
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    return linear if torch.equal(made, x @ w.T) else None
+
+
+def product(x: Tensor, w: Tensor) -> Tensor:
+    """x [n, K] @ w [m, K].T on a CPU, without gradients: [n, m]."""
+    linear = _linear() if x.dtype == torch.float32 else None
+    return x @ w.T if linear is None else linear(x, w, None, "none", [], "")
+
+
+# --- how many threads torch's own operators take, by Python thread (builds with OpenMP and MKL; torch 2.8 to 2.15) ---
 # Fallback, where the libraries or their functions are not found or do not do what they should: operators keep their
 # threads, which is right and, beside other programs, slower.
 

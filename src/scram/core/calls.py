@@ -18,10 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._compat import compilable
+
 # A user's own score (q [..., E], k [..., E]) -> [...]; None is the dot product. Never part of an operator.
 ScoreFunction = Callable[[Tensor, Tensor], Tensor]
 
 
+@compilable
 class SearchCall(NamedTuple):
     """Find `matches` keys of high score for every query (Algorithm 1 for method="query")."""
 
@@ -52,6 +55,7 @@ class Found(NamedTuple):
     score: Tensor  # float32 [B, H, *G, kappa]
 
 
+@compilable
 class AttendCall(NamedTuple):
     """Attend to the union of the windows around every query's matches (Algorithm 2), and to the extra keys."""
 
@@ -84,6 +88,7 @@ class AttendGrads(NamedTuple):
     v_extra: Tensor | None
 
 
+@compilable
 class DrawnTailCall(NamedTuple):
     """Join the attention over the windows (`near_out`, `near_lse`) with keys drawn for all others (`DrawnKeys`)."""
 
@@ -127,6 +132,7 @@ class TailGrads(NamedTuple):
     near_lse: Tensor | None
 
 
+@compilable
 class SampleCall(NamedTuple):
     """Attend to keys that every query draws ("snis") or walks to ("metropolis") on its own."""
 
@@ -164,6 +170,7 @@ class Sampled(NamedTuple):
     rhat: Tensor  # [B, H, *G]
 
 
+@compilable
 class ClusterCall(NamedTuple):
     """Group the keys of every key row by content, as the queries and the values see it (`clustering`)."""
 
@@ -208,6 +215,7 @@ class ClusterGrads(NamedTuple):
     v: Tensor
 
 
+@compilable
 class RouteCall(NamedTuple):
     """Choose the clusters whose keys a tile of queries attends one by one (`routing`)."""
 
@@ -233,6 +241,7 @@ class Routed(NamedTuple):
     lse: Tensor  # as centers [B, H, *G], log of the sum of exp over all clusters; -inf for a query that is not finite
 
 
+@compilable
 class RoutedStartCall(NamedTuple):
     """Find the best of the keys that the tile of each query routes: where a search starts."""
 
@@ -244,6 +253,7 @@ class RoutedStartCall(NamedTuple):
     keys: int  # of a tile, at most: no tile routes more
 
 
+@compilable
 class ClusterTailCall(NamedTuple):
     """Attend the keys of routed clusters one by one and all others by their clusters, beside the windows.
 
@@ -302,6 +312,7 @@ class ClusterTailGrads(NamedTuple):
     near_lse: Tensor | None
 
 
+@compilable
 class EarlierCall(NamedTuple):
     """Attend every key up to the query's own place: dense attention in causal order, on grids of rank 1.
 
@@ -346,6 +357,7 @@ class SeenClusters(NamedTuple):
     slope: Tensor | None  # like log_sizes [B, Hk, E, F]; None: no first-order term
 
 
+@compilable
 class DecodeCall(NamedTuple):
     """Attend the newest positions of one tile: the keys of their stretch, routed keys, and clusters for the rest.
 
@@ -362,6 +374,7 @@ class DecodeCall(NamedTuple):
     scale: float
 
 
+@compilable
 class WindowScoresCall(NamedTuple):
     """Score the keys of one box per query, on the key grid or beside it."""
 

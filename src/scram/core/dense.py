@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from .. import _compat
 from ..options import Weight
 from ..results import Attended
 from ..settings import Score
@@ -20,6 +21,7 @@ from .ops import bypasses_dispatcher
 
 # What hides a score whatever its size: cuDNN's kernel adds a finite number to those that a mask hides.
 MASKED_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+KEYS_AT_ONCE = 4096  # of few queries: their scores stay in a core's cache
 FUSED_STEP = 8  # a multiple of which the widths are that CUDA's fused kernels take
 
 
@@ -72,7 +74,7 @@ def dense_attention(
     A query without an allowed key has output 0. What a masked key or its value holds does not matter. Nor does it under
     causal order what later ones hold: torch would multiply them by 0. There a key that is not finite makes NaN of the
     queries from it on, as its value does of the components. With `queries`, flat indices int64 [n], the result is
-    theirs: [B, H, n, F].
+    theirs: [B, H, n, F], on a CPU without gradients.
     """
     checks.values(q, k, v)
     checks.key_mask(q, k, key_mask)
@@ -120,13 +122,64 @@ def dense_attention(
     if score != "dot":
         flat[:2] = prepare_query(flat[0], score).to(v.dtype), prepare_key(flat[1], score).to(v.dtype)
     factor = default_scale(scale, q.shape[-1], score, "softmax")
-    with backends:
-        out = fused_attention(*flat, mask=mask, dropout_p=dropout_p, causal=causal, scale=factor)
+    if queries is not None and q.device.type == "cpu":
+        out = attend_few(*flat, mask=mask, scale=factor)
+    else:
+        with backends:
+            out = fused_attention(*flat, mask=mask, dropout_p=dropout_p, causal=causal, scale=factor)
     if mask is not None:
         out = torch.where(mask.any(-1, keepdim=True), out, 0)
     if spoiled is not None:
         out = out + (spoiled if queries is None else spoiled[:, :, queries])
     return out.reshape(*out.shape[:2], *grid, out.shape[-1])
+
+
+@torch.no_grad()
+def attend_few(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | None = None) -> Tensor:
+    """Dense attention of few queries on a CPU, in half the time that torch's fused kernel takes; without gradients.
+
+    Args:
+        q, k, v: [B, H, n, E], [B, Hk, M, E], [B, Hk, M, F].
+        mask: True where a query may attend, broadcast to [B, H, n, M].
+
+    Returns:
+        out [B, H, n, F]; a query without an allowed key has output 0.
+    """
+    wide = accumulator(v.dtype)
+    batch, heads, count, _ = q.shape
+    groups = heads // k.shape[1]
+    rows = (q.to(wide) * scale).unflatten(1, (-1, groups))  # [B, Hk, groups, n, E]
+    masks = None if mask is None else mask.expand(batch, heads, count, -1).unflatten(1, (-1, groups))
+    out = q.new_empty(batch, k.shape[1], groups * count, v.shape[-1], dtype=wide)
+    for b in range(batch):
+        for h in range(k.shape[1]):
+            shown = None if masks is None else masks[b, h].flatten(0, 1)  # [groups * n, M]
+            out[b, h] = _attend_row(rows[b, h].flatten(0, 1), k[b, h], v[b, h], shown)
+    return out.reshape(batch, heads, count, -1).to(v.dtype)
+
+
+def _attend_row(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Of one row: q [n, E] with the scale in it, k [M, E], v [M, F], mask [n, M]; out [n, F] in q's dtype."""
+    outs, lses = [], []
+    for begin in range(0, k.shape[0], KEYS_AT_ONCE):
+        part = slice(begin, begin + KEYS_AT_ONCE)
+        scores = _compat.product(q, k[part].to(q.dtype))  # [n, m]
+        if mask is not None:
+            scores = scores.masked_fill(~mask[:, part], -torch.inf)
+        best = scores.amax(-1, keepdim=True)
+        share = scores.softmax(-1)
+        lse = best - share.amax(-1, keepdim=True).log()  # the best key's share is 1 / sum of exp(score - best)
+        if mask is not None:
+            hidden = best == -torch.inf
+            share = share.masked_fill(hidden, 0)
+            lse = lse.masked_fill(hidden, -torch.inf)
+        outs.append(_compat.product(share, v[part].to(q.dtype).T))
+        lses.append(lse)
+    if len(outs) == 1:
+        return outs[0]
+    each = torch.stack(lses)  # [parts, n, 1]
+    weights = each.softmax(0).masked_fill((each == -torch.inf).all(0), 0)
+    return (weights * torch.stack(outs)).sum(0)
 
 
 def in_order(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -145,7 +145,7 @@ def _squares(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -
         key_mask=request.key_mask,
         scale=resolved.scale,
         score=request.score,
-        extra=request.extra_pair,
+        extra=request.extra_pair(),
         extra_mask=request.extra_mask,
         queries=queries,
     )

@@ -110,7 +110,7 @@ def run(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None, shard: Shard
             scale=resolved.scale,
             score=request.score,
             weight=request.weight,
-            extra=request.extra_pair,
+            extra=request.extra_pair(),
             extra_mask=request.extra_mask,
             dropout_p=request.dropout_p,
         )
@@ -203,7 +203,7 @@ def prepare(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor, shard: Shard = 
     """Features and values in the dtype that the engines take: once for all stages of a call."""
     request = resolved.request
     score = request.score
-    k_extra, v_extra = request.extra_pair or (None, None)
+    k_extra, v_extra = request.extra_pair() or (None, None)
     wide = resolved.engine.wide_inputs or (resolved.search is not None and resolved.search_engine.wide_inputs)
     return Inputs(
         engine=resolved.engine,
@@ -303,7 +303,7 @@ def _search_call(inputs: Inputs, search: Search, seed: Tensor, warm: Tensor | No
         seed=seed,
         key_mask=inputs.key_mask,
         warm=warm,
-        rows=inputs.rows,
+        rows=inputs.shard.rows,
         starts=starts,
         method=method_of(search, inputs.q, inputs.causal),
         matches=search.matches,
@@ -315,5 +315,5 @@ def _search_call(inputs: Inputs, search: Search, seed: Tensor, warm: Tensor | No
         reach=reach,
         random=search.random,
         causal=inputs.causal,
-        score=inputs.score_function,
+        score=inputs.score_function(),
     )

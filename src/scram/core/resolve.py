@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from .._compat import compilable
 from ..engines import EngineSpec, dispatch
 from ..options import Auto, Impl, Weight
 from ..results import Matches, Routes, check_matches, check_routes
@@ -34,8 +35,11 @@ CAUSAL_CLUSTERS = {"cpu": Clusters(count=64, keys=512), "cuda": Clusters(count=6
 MOST_REMEMBERED = 1000  # kinds of calls
 
 
+@compilable
 class Request(NamedTuple):
     """The options of a call, as its user gave them; all arguments of `attention` but q, k and v, and a few more.
+
+    It has no properties: torch before 2.11 cannot compile those of a tuple.
 
     Args:
         search: None searches nothing. Without matches that is dense attention, or a tail of its own that stands alone.
@@ -71,18 +75,15 @@ class Request(NamedTuple):
     bias: Bias | Pair | None = None
     caller: str | int | None = None
 
-    @property
     def extra_pair(self) -> Pair | None:
         """Keys and values off the grid, of a call without a bias."""
         return None if self.extra is None else (self.extra[0], self.extra[1])
 
-    @property
     def is_automatic(self) -> bool:
         """Whether nothing is said of search, tail, matches and engine: then the call may be dense attention."""
         unsaid = isinstance(self.search, str) and isinstance(self.tail, str) and self.impl == "auto"
         return unsaid and self.warm is None and self.matches is None and not self.keeps_matches
 
-    @property
     def searches(self) -> bool:
         """Whether a search was asked for, or matches were given: not where "auto" decides."""
         given = not (self.search is None or isinstance(self.search, str))
@@ -185,7 +186,7 @@ def dense_is_cheaper(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> b
 def goes_dense(q: Tensor, k: Tensor, v: Tensor, request: Request) -> bool:
     """Whether a call of which nothing is said is dense attention: torch has it, and it is cheaper. Shapes decide."""
     has_dense = request.weight == "softmax" and not callable(request.score)
-    return has_dense and request.is_automatic and dense_is_cheaper(q, k, v, request.causal)
+    return has_dense and request.is_automatic() and dense_is_cheaper(q, k, v, request.causal)
 
 
 def default_tail(device: str, weight: Weight, causal: bool, score: Score) -> Tail:
@@ -286,7 +287,7 @@ def tail_kind(request: Request) -> Kind:
 
 def automatic_search(device: str, tail: Tail, request: Request) -> Search | None:
     """What search="auto" means beside a tail: none beside clusters under causal order, where it was not asked for."""
-    if request.causal and tail.orders_alone and not request.searches:
+    if request.causal and tail.orders_alone and not request.searches():
         return None
     return default_search(device, tail)
 
@@ -388,8 +389,8 @@ def _kind(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Sear
         request.weight,
         request.dropout_p,
         request.impl,
-        request.is_automatic,
-        request.searches,
+        request.is_automatic(),
+        request.searches(),
         request.hints,
     )
     tile_matches = search.matches if search is not None and search.method == "tile" else 0
@@ -490,7 +491,7 @@ def explanation(q: Tensor, k: Tensor, v: Tensor, resolved: Resolved) -> Explanat
             memory=0,
         )
     reasons = ["search, tail, warm or impl was given"]
-    if resolved.request.is_automatic:
+    if resolved.request.is_automatic():
         only_softmax = "torch's attention has softmax and scores by name only"
         what = "a search is" if resolved.search is not None else "clusters are"
         is_dense_cheaper = dense_is_cheaper(q, k, v, resolved.request.causal)

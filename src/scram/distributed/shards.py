@@ -79,7 +79,7 @@ class Call:
         options = (request.radius, request.causal, request.scale, request.weight, request.impl)
         kappa = 0 if request.warm is None else request.warm.index.shape[-1]
         given = (request.matches is None, request.extra is None, request.dropout_p, kappa)
-        return crc32(repr((settings, options, given, self.halo, self.given.is_automatic)).encode())
+        return crc32(repr((settings, options, given, self.halo, self.given.is_automatic())).encode())
 
 
 def checked(q: Any, k: Any, v: Any, request: Request, halo: int | None) -> Call:

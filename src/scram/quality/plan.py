@@ -385,7 +385,10 @@ class Plan:
         wanted = f"95 % of the queries of every head at most {self.error:g} off (95th percentile)"
         lines = [f"{wanted}, on {self.num_queries} of {self.queries} queries of {self.tensors}"]
         lines += aligned([head, *rows])
-        lines += ["both errors are of the worst head; * few queries carry it, so nothing is promised of it"]
+        lines += [
+            "both errors are of the worst head; * few queries carry it, so nothing is promised of it",
+            "intervals cover the sample of queries and no other seed; the plan keeps its own",
+        ]
         doubt = "measured while other programs took the cores; plan.check(q, k, v).plan is measured again"
         notes = filter(None, [modes.note(self.split), doubt if self.busy else ""])
         return "\n".join([*lines, self.reason, self.code, *notes])

@@ -11,7 +11,10 @@ from ..core.statistics import CONFIDENCE, Interval
 
 ROWS_SHOWN = 16  # batches and heads
 INTERVAL_WIDTH = 20  # of a column of intervals
-POINT_VALUE = f"* a point value, dominated by few queries; the others are with {100 * CONFIDENCE:.0f} % intervals"
+POINT_VALUE = (
+    f"* a point value, dominated by few queries; the others are with {100 * CONFIDENCE:.0f} % intervals over the "
+    "sample of queries, which cover no other seed of search and clusters"
+)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

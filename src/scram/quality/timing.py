@@ -184,6 +184,8 @@ def now(device: str | torch.device) -> float:
 
 def on_accelerator(device: str | torch.device) -> bool:
     """Whether calls on the device return before their work is done: CUDA, ROCm, MPS, XPU and others, not the CPU."""
+    if not torch.accelerator.is_available():  # without one some versions of torch raise in the next line
+        return False
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == torch.device(device).type
 

@@ -244,7 +244,7 @@ class _Climb:
             key_mask=self.request.key_mask,
             scale=self.request.scale,
             score=self.request.score,
-            extra=self.request.extra_pair,
+            extra=self.request.extra_pair(),
             extra_mask=self.request.extra_mask,
         )
 
@@ -259,7 +259,7 @@ class _Climb:
             key_mask=self.request.key_mask,
             scale=self.request.scale,
             score=self.request.score,
-            extra=self.request.extra_pair,
+            extra=self.request.extra_pair(),
             extra_mask=self.request.extra_mask,
             num_queries=num_queries,
             seed=self.seed,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..._compat import compilable
 from ...engines import EngineSpec
 from ...options import Weight
 from ...results import Attended
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 ALL = Fraction(1)
 
 
+@compilable
 class Shard(NamedTuple):
     """Which part of a larger call a call is. Noise is that of the larger one."""
 
@@ -41,8 +43,12 @@ def draw_seed() -> Tensor:
 WHOLE = Shard(None, draw_seed)
 
 
+@compilable
 class Inputs(NamedTuple):
-    """Tensors and options of a call. Features are prepared for the score, in a dtype that the engine takes."""
+    """Tensors and options of a call. Features are prepared for the score, in a dtype that the engine takes.
+
+    It has no properties: torch before 2.11 cannot compile those of a tuple.
+    """
 
     engine: EngineSpec  # of every stage but the search
     q: Tensor  # [B, H, *G, E]
@@ -60,16 +66,10 @@ class Inputs(NamedTuple):
     shard: Shard
     dtype: torch.dtype  # of the output: that of the values as they were given
 
-    @property
-    def rows(self) -> Tensor | None:
-        return self.shard.rows
-
-    @property
     def score_function(self) -> ScoreFunction | None:
         """A callable score. Scores with a name are dot products of the prepared features."""
         return self.score if callable(self.score) else None
 
-    @property
     def num_extra(self) -> int:
         return 0 if self.k_extra is None else self.k_extra.shape[2]
 
@@ -121,13 +121,13 @@ class Inputs(NamedTuple):
             label=label,
             routes=routes,
             dropout_seed=self.draw_dropout_seed(),
-            rows=self.rows,
+            rows=self.shard.rows,
             radius=inputs.radius,
             causal=self.causal,
             scale=self.scale,
             weight=self.weight,
             dropout_p=self.dropout_p,
-            score=self.score_function,
+            score=self.score_function(),
         )
 
     def attend_windows(

@@ -114,7 +114,7 @@ class Clusters(Tail):
             warm_centers=None if warm is None else _of_heads(warm.centers, k.shape[1]),
             warm_values=None if warm is None else _of_heads(warm.values, k.shape[1]),
             seed=self.own_seed(inputs, seed),
-            rows=inputs.rows,
+            rows=inputs.shard.rows,
             count=self.count,
             steps=self.steps if warm is None else min(self.steps, 1),
             scale=inputs.scale,
@@ -287,7 +287,7 @@ class Codebook(Tail):
         if self.grid is not None:
             return stretches.join(self, inputs, index)
         near = None
-        if index is not None or inputs.num_extra:
+        if index is not None or inputs.num_extra():
             windows, inputs = inputs.twice()
             near = windows.attend_windows(index, self.label if routes is not None else None, routes)
         return self.beside(near, inputs, index, routes)
@@ -321,11 +321,11 @@ class Codebook(Tail):
             near_out=None if near is None else near.out,
             near_lse=None if near is None else near.lse,
             dropout_seed=inputs.draw_dropout_seed(),
-            rows=inputs.rows,
+            rows=inputs.shard.rows,
             radius=inputs.radius,
             scale=inputs.scale,
             dropout_p=inputs.dropout_p,
-            extras=inputs.num_extra,
+            extras=inputs.num_extra(),
             keys=0 if routes is None else self.keys,
         )
         return ops.cluster_tail(inputs.engine, call)

@@ -66,14 +66,14 @@ class DrawnKeys(Tail):
             near_lse=windows.lse,
             seed=own_seed,
             dropout_seed=windows_call.dropout_seed,
-            rows=inputs.rows,
+            rows=inputs.shard.rows,
             samples=self.samples,
             stratified=self.stratified,
             radius=inputs.radius,
             causal=inputs.causal,
             scale=inputs.scale,
             dropout_p=inputs.dropout_p,
-            score=inputs.score_function,
+            score=inputs.score_function(),
         )
         return ops.drawn_tail(inputs.engine, call)
 

@@ -261,7 +261,7 @@ def join(book: Codebook, inputs: Inputs, index: Tensor | None = None) -> Attende
     batch, rows, positions, _ = clean.q.shape
     heads = clean.k.shape[1]
     number = stretch_count(positions, stretch)
-    numbers = row_numbers(inputs.rows, batch, rows, clean.q.device)
+    numbers = row_numbers(inputs.shard.rows, batch, rows, clean.q.device)
     step = torch.arange(number, device=clean.q.device)[:, None]
     numbers = (numbers.reshape(batch, heads, 1, -1) * number + step).reshape(batch, -1)  # [B, Hc * n * g]
     q = cut(clean.q, stretch, heads)
@@ -283,7 +283,7 @@ def join(book: Codebook, inputs: Inputs, index: Tensor | None = None) -> Attende
     out = torch.where(clean.broken.unsqueeze(-1), torch.nan, out)
     lse = torch.where(clean.broken, torch.nan, lse)
     attended = Attended(out.reshape(batch, rows, *grid, out.shape[-1]), lse.reshape(batch, rows, *grid))
-    return merge(attended, inputs.attend_windows(None)) if inputs.num_extra else attended
+    return merge(attended, inputs.attend_windows(None)) if inputs.num_extra() else attended
 
 
 def _with_earlier_stretches(

@@ -1,0 +1,169 @@
+"""A call that measures itself: what that costs, and where it warns. `python benchmarks/first_call.py --data FOLDER`.
+
+Cost: calls of the default that measure themselves and calls that do not, in turn, by time of the processor and of the
+wall; the same under torch.compile. Warnings: the default on noise, on features of photographs and on all tensors of
+trained models in FOLDER (benchmarks/trained.py), beside the error over 1024 queries. Results: results/first_call.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from sets import stereo
+from store import Store
+from torch import Tensor
+from trained import STORED, photo_sets, trained_sets
+
+import scram
+from scram.core import first_call
+
+ROUNDS = 15
+NUM_QUERIES = 1024  # compared, where there are as many
+SILENT, WARNED = 0.15, 0.35  # below and beyond these errors it must be silent, and warn
+NOISE = {
+    "randn 96x96": (1, 96, 32, 1.0),
+    "randn 96x96, q and k doubled": (1, 96, 32, 2.0),
+    "randn 128x128": (2, 128, 64, 1.0),
+}
+
+
+@dataclass
+class Times:
+    """Seconds of a call, of the processor and of the wall."""
+
+    processor: float
+    wall: float
+
+
+def timed(call: Callable[[], Any]) -> Times:
+    wall, processor = time.perf_counter(), time.process_time()
+    call()
+    return Times(time.process_time() - processor, time.perf_counter() - wall)
+
+
+def in_turn(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[Times]]:
+    """Times of each call; one that is not counted first."""
+    times: dict[str, list[Times]] = {name: [] for name in calls}
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            found = timed(call)
+            if number:
+                times[name].append(found)
+    return times
+
+
+def cost(store: Store, size: int, heads: int) -> None:
+    """What a call that measures itself takes beyond one that does not: the median over the rounds of the difference."""
+    q, k = (x.repeat(1, heads, 1, 1, 1) for x in stereo(size))
+
+    def call() -> None:
+        scram.attention(q, k, k, search=scram.Search(seed=0))
+
+    def measuring() -> None:
+        first_call.clear()
+        call()
+
+    times = in_turn({"plain": call, "measuring": measuring}, ROUNDS)
+    row: dict[str, float] = {}
+    for clock in ("processor", "wall"):
+        plain, measured = ([getattr(one, clock) for one in times[name]] for name in ("plain", "measuring"))
+        more = [b - a for a, b in zip(plain, measured, strict=True)]
+        row |= {f"call_{clock}_ms": 1e3 * median(plain), f"measuring_{clock}_ms": 1e3 * median(more)}
+        row[f"share_{clock}"] = median(more) / median(plain)
+    name = f"cost {size}x{size}, {heads} head{'s' * (heads > 1)}"
+    store.put(name, threads=torch.get_num_threads(), width=q.shape[-1], rounds=ROUNDS, **row)
+    Console().print(
+        f"{name}: {row['share_processor']:.1%} of the processor's time, {row['share_wall']:.1%} of the wall's"
+    )
+
+
+def compiled_cost(store: Store) -> None:
+    """A compiled call with the measurement switched on and off, in turn: the graph holds nothing of it."""
+    q, k = stereo(128)
+    compiled = torch.compile(lambda q, k: scram.attention(q, k, k, search=scram.Search(seed=0)), backend="aot_eager")
+
+    def call(enabled: bool) -> None:
+        scram.check_first_call(enabled)
+        first_call.clear()
+        compiled(q, k)
+
+    times = in_turn({"off": lambda: call(False), "on": lambda: call(True)}, ROUNDS)
+    scram.check_first_call(True)
+    medians = {name: 1e3 * median(one.processor for one in found) for name, found in times.items()}
+    store.put("cost compiled 128x128", **{f"{name}_processor_ms": ms for name, ms in medians.items()}, rounds=ROUNDS)
+    Console().print(f"compiled: {medians['off']:.1f} ms without, {medians['on']:.1f} ms with")
+
+
+def all_sets(folder: Path) -> dict[str, tuple[str, tuple[Tensor, Tensor, Tensor, float]]]:
+    """Kind and tensors of every set, by name."""
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for name, (heads, size, width, factor) in NOISE.items():
+        q, k, v = torch.randn(3, 1, heads, size, size, width, generator=generator).unbind()
+        found[name] = "noise", (factor * q, factor * k, v, width**-0.5)
+    found |= {name: ("photograph", one) for name, one in photo_sets().items()}
+    return found | {name: ("trained", one) for name, one in trained_sets(folder).items()}
+
+
+def warned(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, float | None]:
+    """What the default returns, and the error that it warned of; None where it was silent."""
+    first_call.clear()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        out = scram.attention(q, k, v, search=scram.Search(seed=0), scale=scale)
+        again = scram.attention(q, k, v, search=scram.Search(seed=0), scale=scale)
+    assert torch.equal(out, again)
+    said = [str(x.message) for x in found if x.category is scram.AccuracyWarning]
+    assert len(said) <= 1, "a kind of call warns once"
+    return out, float(said[0].split("about ")[1].split("%")[0]) / 100 if said else None
+
+
+def warnings_of_all(store: Store, folder: Path) -> None:
+    """The default on every set: its error, and whether it warned."""
+    table = Table("tensors", "error of the worst head", "it said")
+    broken = []
+    for name, (kind, (q, k, v, scale)) in all_sets(folder).items():
+        out, said = warned(q, k, v, scale)
+        attended = scram.Attended(out, out[..., 0])
+        errors = scram.measure.output_error(q, k, v, attended, scale=scale, num_queries=NUM_QUERIES)
+        error = float(errors.max())
+        store.put(
+            f"warning {name}",
+            kind=kind,
+            grid=list(q.shape[2:-1]),
+            heads=q.shape[1],
+            scale=scale,
+            error=error,
+            said=said,
+        )
+        table.add_row(name, f"{error:.3f}", "nothing" if said is None else f"{said:.2f}")
+        if (error >= WARNED and said is None) or (error <= SILENT and said is not None):
+            broken.append(name)
+    Console(width=120).print(table)
+    Console().print("not as promised:", ", ".join(broken) or "none")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--data", type=Path, default=STORED, help="tensors of benchmarks/trained.py (default: %(default)s)"
+    )
+    parser.add_argument("--only", choices=["cost", "warnings"], help="this part only")
+    given = parser.parse_args()
+    results = Store("first_call")
+    with torch.no_grad():
+        if given.only != "warnings":
+            cost(results, 256, 1)
+            compiled_cost(results)
+        if given.only != "cost":
+            warnings_of_all(results, given.data)
