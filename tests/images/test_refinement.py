@@ -27,6 +27,14 @@ def test_a_weighted_median_is_that_of_repeated_values(monkeypatch):
     assert torch.equal(weighted_median(x, weight, 2), whole)
 
 
+def test_a_median_may_leave_out_every_second_point():
+    x = torch.zeros(9, 9, 1)
+    x[1::2] = 5
+    x[:, 1::2] = 5  # what remains is 0 seen from an even place
+    assert not weighted_median(x, torch.ones(9, 9), 2, 2)[4, 4]
+    assert weighted_median(x, torch.ones(9, 9), 2)[4, 4] == 5
+
+
 def test_affine_flow_stays_and_stray_matches_go():
     own = own_places(20, 24)
     flow = torch.stack((3 + 0.1 * own[..., 0] - 0.05 * own[..., 1], -7 + 0.2 * own[..., 1]), -1)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .resample import own_places
 
-STRAY = 5  # radius of the first median, which takes stray matches to those around them
+STRAY = 6  # radius of the first median, which takes stray matches to those around them; of every second pixel
 SMALL = 2  # radius of the later ones
 FIT = 4  # radius of the windows in which the flow is affine
 COLORS = 5  # radius of the windows in which colors are compared
@@ -37,7 +37,7 @@ def refined(a: Tensor, b: Tensor, place: Tensor, certainty: Tensor) -> Tensor:
     """
     own = own_places(*place.shape[:2]).to(place.device)
     weight = certainty + LEAST
-    flow = weighted_median(place - own, weight, STRAY)
+    flow = weighted_median(place - own, weight, STRAY, 2)
     flow = _affine(flow, weight)
     picture = b.movedim(-1, 0)[None]  # [1, C, H', W']
     whole = torch.cat((picture, _slope(picture, 2), _slope(picture, 3)), 1)  # [1, 3 C, H', W']
@@ -48,8 +48,8 @@ def refined(a: Tensor, b: Tensor, place: Tensor, certainty: Tensor) -> Tensor:
     return (own + flow).clamp(min=0).minimum(limit)
 
 
-def weighted_median(x: Tensor, weight: Tensor, radius: int) -> Tensor:
-    """The median of each channel of x [H, W, C] in square windows, by weights [H, W] above 0.
+def weighted_median(x: Tensor, weight: Tensor, radius: int, step: int = 1) -> Tensor:
+    """The median of each channel of x [H, W, C] in square windows, of every `step`-th point, by weights [H, W] above 0.
 
     >>> weighted_median(torch.tensor([[[1.0], [9.0], [2.0]]]), torch.tensor([[1.0, 1.0, 1.0]]), 1)[0, 1]
     tensor([2.])
@@ -59,16 +59,21 @@ def weighted_median(x: Tensor, weight: Tensor, radius: int) -> Tensor:
     points = F.pad(x.movedim(-1, 0)[None], [radius] * 4, mode="replicate")[0]  # [C, H + 2 r, W + 2 r]
     weights = F.pad(weight, [radius] * 4)  # [H + 2 r, W + 2 r]
     out = torch.empty_like(x)
-    lines = max(1, STRIP // (side**2 * width))
+    count = len(range(0, side, step)) ** 2
+    lines = max(1, STRIP // (count * width))
+
+    def windows(part: Tensor) -> Tensor:
+        """[h + 2 r, W + 2 r] -> [h, W, count]."""
+        return part.unfold(0, side, 1).unfold(1, side, 1)[..., ::step, ::step].flatten(2)
+
     for top in range(0, height, lines):
         part = slice(top, min(top + lines, height) + 2 * radius)
-        near = weights[part].unfold(0, side, 1).unfold(1, side, 1).flatten(2)  # [h, W, side²]
+        near = windows(weights[part])
         for channel in range(channels):
-            values = points[channel, part].unfold(0, side, 1).unfold(1, side, 1).flatten(2)  # [h, W, side²]
-            values, order = values.sort(-1)
+            values, order = windows(points[channel, part]).sort(-1)  # [h, W, count]
             passed = near.gather(-1, order).cumsum(-1)
             middle = (passed < passed[..., -1:] / 2).sum(-1, keepdim=True)
-            out[top : top + lines, :, channel] = values.gather(-1, middle.clamp(max=side**2 - 1))[..., 0]
+            out[top : top + lines, :, channel] = values.gather(-1, middle.clamp(max=count - 1))[..., 0]
     return out
 
 
