@@ -30,7 +30,7 @@ def balanced(certainty: Tensor, n: int, seed: int) -> Tensor:
     first = _drawn(weight, CANDIDATES * n, generator)
     there = first >= 0
     marks = torch.zeros_like(weight).scatter_add_(1, first.clamp(min=0), there.to(weight.dtype))
-    density = _around(marks.unflatten(1, grid), n).flatten(1)
+    density = _around(marks.reshape(-1, *grid), n).flatten(1)
     density = density + FLOOR * marks.mean(1, keepdim=True)
     thinned = torch.where(there, 1 / density.gather(1, first.clamp(min=0)), 0)
     second = _drawn(thinned, n, generator)

@@ -42,9 +42,9 @@ def save_colmap(pairs: Mapping[tuple[str, str], MatchedPoints], folder: str | os
         for name, places in zip(names, points[:2], strict=True):
             parts.setdefault(name, []).append(places.detach().cpu().double().numpy() + HALF)
     numbers: dict[str, list[NDArray[np.intp]]] = {}
-    for name, places in parts.items():
-        keypoints, number = np.unique(np.concatenate(places), axis=0, return_inverse=True)
-        ends = np.cumsum([len(part) for part in places])[:-1]
+    for name, part in parts.items():
+        keypoints, number = np.unique(np.concatenate(part), axis=0, return_inverse=True)
+        ends = np.cumsum([len(places) for places in part])[:-1]
         numbers[name] = np.split(number.reshape(-1), ends)
         lines = [f"{len(keypoints)} 128", *(f"{x:.4f} {y:.4f} 1 0 {DESCRIPTOR}" for x, y in keypoints.tolist())]
         _write(folder / "features" / f"{name}.txt", lines)

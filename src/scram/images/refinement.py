@@ -86,7 +86,8 @@ def _affine(flow: Tensor, weight: Tensor) -> Tensor:
     at = torch.arange(-FIT, FIT + 1, dtype=flow.dtype, device=flow.device) / FIT
     powers = torch.stack((torch.ones_like(at), at, at.square()))[:, None]  # [3, 1, side]
     down = F.conv2d(maps, powers.unsqueeze(-1), padding=(FIT, 0))  # [3, 3, H, W]
-    sums = F.conv2d(down.flatten(0, 1)[:, None], powers.unsqueeze(-2), padding=(0, FIT)).unflatten(0, (3, 3))
+    sums = F.conv2d(down.flatten(0, 1)[:, None], powers.unsqueeze(-2), padding=(0, FIT))
+    sums = sums.reshape(3, 3, *sums.shape[1:])
     one, ys, xs = sums[:, 0, 0], sums[:, 1, 0], sums[:, 0, 1]  # [3, H, W] each: of the weight and of both channels
     total, y, x = one[0], ys[0], xs[0]
     yy, yx, xx = sums[0, 2, 0] + RIDGE * total, sums[0, 1, 1], sums[0, 0, 2] + RIDGE * total
@@ -113,7 +114,8 @@ def _step(a: Tensor, b: Tensor, place: Tensor, weight: Tensor) -> Tensor:
     yy, yx, xx, y, x = mean[:-1] / (mean[-1] + 1e-6)
     yy, xx = yy + DAMPING, xx + DAMPING
     move = torch.stack((xx * y - yx * x, yy * x - yx * y), -1) / (yy * xx - yx * yx).unsqueeze(-1)
-    return move * (STEP / move.norm(dim=-1, keepdim=True).clamp(min=STEP))
+    length: Tensor = move.norm(dim=-1, keepdim=True)
+    return move * (STEP / length.clamp(min=STEP))
 
 
 def _blurred(x: Tensor, radius: int) -> Tensor:
