@@ -287,7 +287,7 @@ def _in_pose(
     ).out[0, 0]
     clock("attend")
     best = Matches(state.forward.index[..., :1], state.forward.score[..., :1], state.forward.key_grid)
-    certainty = _agreement(best, state.backward) * _stretched(distinct, a)
+    certainty: Tensor = _agreement(best, state.backward) * _stretched(distinct, a)
     has_match = best.index[0, 0] >= 0  # [H, W, 1]
     clock("check")
     start = torch.where(has_match, out[..., 3:], own_places(*a.shape[:2]).to(a.device))

@@ -115,7 +115,8 @@ def _step(a: Tensor, b: Tensor, place: Tensor, weight: Tensor) -> Tensor:
     yy, xx = yy + DAMPING, xx + DAMPING
     move = torch.stack((xx * y - yx * x, yy * x - yx * y), -1) / (yy * xx - yx * yx).unsqueeze(-1)
     length: Tensor = move.norm(dim=-1, keepdim=True)
-    return move * (STEP / length.clamp(min=STEP))
+    shorter: Tensor = move * (STEP / length.clamp(min=STEP))
+    return shorter
 
 
 def _blurred(x: Tensor, radius: int) -> Tensor:
