@@ -287,12 +287,12 @@ def _in_pose(
     ).out[0, 0]
     clock("attend")
     best = Matches(state.forward.index[..., :1], state.forward.score[..., :1], state.forward.key_grid)
-    certainty: Tensor = _agreement(best, state.backward) * _stretched(distinct, a)
+    certainty = _agreement(best, state.backward) * _stretched(distinct, a)
     has_match = best.index[0, 0] >= 0  # [H, W, 1]
     clock("check")
-    start = torch.where(has_match, out[..., 3:], own_places(*a.shape[:2]).to(a.device))
+    rough = torch.where(has_match, out[..., 3:], own_places(*a.shape[:2]).to(a.device))
     certainty = torch.where(has_match[..., 0], certainty, torch.zeros_like(certainty))
-    place = refined(a, posed.picture, start, certainty)
+    place = refined(a, posed.picture, rough, certainty)
     clock("refine")
     return Matching(
         torch.where(has_match, posed.origin(place), torch.nan).flip(-1),
