@@ -176,8 +176,12 @@ def test_samples_are_pairs_of_the_warp_and_carry_gradients():
     points.b[0, 1].sum().backward()
     assert q.grad[0, 1].abs().sum() > 0
     assert points.a.nan_to_num(-1).equal(found.sample(60, seed=3).a.nan_to_num(-1))
-    with pytest.raises(ValueError, match="n must be at least 1, got 0"):
-        found.sample(0)
+    for n, message in (
+        (0, "n must be at least 1, got 0"),
+        (481, "n must be at most the 480 queries of a head, got 481"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            found.sample(n)
 
 
 def test_half_precision_keeps_coordinates():

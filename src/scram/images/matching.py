@@ -109,7 +109,7 @@ class Matching:
         (torch.Size([100, 2]), tensor([2., 0.]))
         """
         checks.whole("n", n, 1)
-        checks.whole("seed", seed, 0)
+        checks.count("seed", seed)
         passed = torch.where((self.certainty >= SURE) & self.warp.isfinite().all(-1), self.certainty, 0)
         taken = balanced(passed[None], min(n, passed.numel()), seed)[0]
         taken = taken[taken >= 0]

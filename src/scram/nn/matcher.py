@@ -62,17 +62,19 @@ class Correspondence(NamedTuple):
         NaN and certainty 0 in their place. Places in the keys carry gradients.
 
         Args:
-            n: how many.
+            n: how many; at most the queries of a head.
             seed: of the draw; the same on every device.
         """
-        checks.whole("n", n, 1)
-        checks.whole("seed", seed, 0)
+        queries = math.prod(self.certainty.shape[2:])
+        if checks.whole("n", n, 1) > queries:
+            raise ValueError(f"n must be at most the {queries} queries of a head, got {n}")
+        checks.count("seed", seed)
         certainty = self.certainty if self.agrees is None else self.certainty * self.agrees
         taken = balanced(certainty.flatten(0, 1), n, seed).reshape(*certainty.shape[:2], n)  # [B, H, n]
         there = taken >= 0
         taken = taken.clamp(min=0)
         rank = self.warp.shape[-1]
-        every = torch.arange(math.prod(certainty.shape[2:]), device=taken.device)
+        every = torch.arange(queries, device=taken.device)
         own = torch.stack(coordinates(every, tuple(certainty.shape[2:])), -1).flip(-1).float()  # [N, rank]
         b = self.warp.flatten(2, -2).gather(2, taken.unsqueeze(-1).expand(*taken.shape, rank))
         return MatchedPoints(
