@@ -148,8 +148,12 @@ def attend_few(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | 
     wide = accumulator(v.dtype)
     batch, heads, count, _ = q.shape
     groups = heads // k.shape[1]
-    rows = (q.to(wide) * scale).reshape(batch, -1, groups, count, q.shape[-1])  # [B, Hk, groups, n, E]
-    masks = None if mask is None else mask.expand(batch, heads, count, -1).reshape(batch, -1, groups, count, k.shape[2])
+    rows = (q.to(wide) * scale).reshape(batch, k.shape[1], groups, count, q.shape[-1])  # [B, Hk, groups, n, E]
+    masks = (
+        None
+        if mask is None
+        else mask.expand(batch, heads, count, -1).reshape(batch, k.shape[1], groups, count, k.shape[2])
+    )
     out = q.new_empty(batch, k.shape[1], groups * count, v.shape[-1], dtype=wide)
     for b in range(batch):
         for h in range(k.shape[1]):
