@@ -42,7 +42,6 @@ def test_the_code_keeps_its_budget():
     size = exact.square().sum(-1).flatten(2).mean(-1).sqrt()
     query = (out - exact).norm(dim=-1).flatten(2) / size[..., None]
     assert (query.quantile(0.95, -1) <= 0.05).all()
-    assert off(out, q, k, v) > 1e-4  # it is not dense attention: the example shows something
 
 
 def test_the_first_call_of_a_kind_warns_where_it_is_far_off():
