@@ -120,8 +120,9 @@ def test_samples_and_files_hold_the_warp(photo, tmp_path):
     assert torch.equal(points.b, found.warp[y, x])
     assert torch.equal(points.certainty, found.certainty[y, x])
     assert float(points.certainty.min()) >= 0.5
-    tiles = (y // 30) * 4 + x // 40  # 4 x 4 of 30 x 40 pixels
-    assert int(tiles.bincount(minlength=16).min()) >= 5  # nearly all passes here
+    taken = ((y // 30) * 4 + x // 40).bincount(minlength=16)  # in 4 x 4 tiles of 30 x 40 pixels
+    passed = F.avg_pool2d((found.certainty >= 0.5).float()[None], (30, 40)).flatten()
+    assert int(taken[passed > 0.7].min()) >= 10  # of 19 each, where all pass
     assert len(found.sample(10**6).a) == round(found.sure * 120 * 160)
     for name in ("found.npz", "found.safetensors"):
         found.save(tmp_path / name, points)

@@ -180,7 +180,19 @@ def match(
             rotations=angles,
             impl=named,
         )
-        run(a, b, sample, truth, out, size, settings, device, points, colmap).finish(out / "match.json", as_json)
+        report = run(
+            a,
+            b,
+            sample,
+            truth,
+            out,
+            size=size,
+            settings=settings,
+            device=device,
+            points=points,
+            colmap=colmap,
+        )
+        report.finish(out / "match.json", as_json)
 
 
 @_command(
