@@ -214,8 +214,8 @@ def _product(table: Tensor, grid: tuple[int, ...], key_grid: tuple[int, ...]) ->
     def times(x: Tensor) -> Tensor:
         padded = x.new_zeros(*sizes, x.shape[-1])
         padded[tuple(slice(n) for n in key_grid)] = x.reshape(*key_grid, -1)
-        made: Tensor = torch.fft.irfftn(torch.fft.rfftn(padded, dim=axes) * spectrum, s=sizes, dim=axes)
-        return made[tuple(slice(n) for n in grid)].reshape(-1, x.shape[-1])
+        product: Tensor = torch.fft.irfftn(torch.fft.rfftn(padded, dim=axes) * spectrum, s=sizes, dim=axes)
+        return product[tuple(slice(n) for n in grid)].reshape(-1, x.shape[-1])
 
     return times
 

@@ -104,7 +104,11 @@ def test_a_codebook_is_used_as_it_is():
 def test_the_tail_is_that_of_attention():
     q, k, v = diffuse()
     assert isinstance(scram.trust(q, k, v).tail, scram.Clusters)
-    assert isinstance(scram.trust(q[:, :1], k, v, causal=True, search="auto").tail, scram.DrawnKeys)
+    causal = scram.trust(q[:, :1], k, v, causal=True, search="auto").tail
+    assert isinstance(causal, scram.Clusters)
+    assert causal.stretch
+    drawn = scram.trust(q[:, :1], k, v, causal=True, search="auto", tail=scram.DrawnKeys()).tail
+    assert isinstance(drawn, scram.DrawnKeys)
     for how in ({"tail": None}, {"score": lambda q, k: (q * k).sum(-1)}):
         found = scram.trust(q, k, v, search=SEARCH, **how)
         assert found.tail is None

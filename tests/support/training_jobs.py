@@ -80,7 +80,7 @@ def wrapped(model, mesh, way):
 
 def trained(model, shards, steps):
     """Losses of some steps; gradients are the mean over the shards that this process has."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -106,7 +106,7 @@ def cut_batch(size, ranks):
     return list(zip(pictures.chunk(ranks), classes.chunk(ranks), strict=True))
 
 
-def trains(mesh, way, steps=4, whole=False):
+def trains(mesh, way, steps=5, whole=False):
     """The mean loss of all ranks at each step, after comparing the parameters with those of one process.
 
     One process has the shards one after the other. With `whole` it has the whole batch at once: the answer is the same

@@ -56,8 +56,8 @@ def run(as_json: bool) -> None:
     ]
     kept = caches()
     if as_json:
-        found = {**facts, "implementations": implementations, "caches": kept, "missing": missing}
-        typer.echo(json.dumps(found, indent=2))
+        report = {**facts, "implementations": implementations, "caches": kept, "missing": missing}
+        typer.echo(json.dumps(report, indent=2))
         return
     upper = Table(show_header=False, box=None)
     for name, value in facts.items():
@@ -81,12 +81,12 @@ def caches() -> list[Numbers]:
     numba = str(Path(__file__).parent.parent / "engines" / "cpu" / "__pycache__")
     triton = str(Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton" / "cache")
     places = {"numba": ("NUMBA_CACHE_DIR", numba), "triton": ("TRITON_CACHE_DIR", triton)}
-    found: list[Numbers] = []
+    folders: list[Numbers] = []
     for name, (variable, default) in places.items():
         if _is_there(name):
             folder = os.environ.get(variable) or default
-            found.append({"name": name, "folder": folder, "state": _state(Path(folder), variable)})
-    return found
+            folders.append({"name": name, "folder": folder, "state": _state(Path(folder), variable)})
+    return folders
 
 
 def _state(folder: Path, variable: str) -> str:

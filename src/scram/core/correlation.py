@@ -109,5 +109,5 @@ def _level(q: Tensor, k: Tensor, coords: Tensor, radius: int, spec: EngineSpec) 
         weight = share[(..., axis, *[None] * rank)]
         box = torch.lerp(box.narrow(n, 0, 2 * radius + 1), box.narrow(n, 1, 2 * radius + 1), weight)
     first = box.ndim - rank
-    found: Tensor = box.permute(*range(first), *reversed(range(first, box.ndim))).flatten(first)
-    return found
+    lookup: Tensor = box.permute(*range(first), *reversed(range(first, box.ndim))).flatten(first)
+    return lookup

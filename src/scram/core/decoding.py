@@ -363,9 +363,9 @@ class _State:
             steps=self.tail.steps,
             scale=self.resolved.scale,
         )
-        found = ops.cluster(self.resolved.engine, call)
+        codebook = ops.cluster(self.resolved.engine, call)
         for name, x in self.books._asdict().items():
-            x[:, :, number] = getattr(found, name)
+            x[:, :, number] = getattr(codebook, name)
 
     def _seed(self) -> Tensor:
         assert self.tail.seed_tensor is not None

@@ -347,8 +347,8 @@ def _quality(
         windows = attend(q, k, v, matches, radius=radius, scale=scale, score=score, impl=impl)
         share = (windows.lse.flatten(2)[..., truth.queries].to(truth.lse.dtype) - truth.lse).exp()
         grown.append(share.mean(-1)[0].tolist())
-    found = sweeps[-1] if sweeps else None
-    out = attend(q, k, v, found, radius=radius, scale=scale, score=score, tail=codebook, routes=routes, impl=impl).out
+    last = sweeps[-1] if sweeps else None
+    out = attend(q, k, v, last, radius=radius, scale=scale, score=score, tail=codebook, routes=routes, impl=impl).out
     off = truth.errors(out)
     every = Errors.of(truth.square(out).flatten(1)[:, None], truth.size.flatten(1)[:, None], truth.points)
     held = torch.tensor(grown[-1] if grown else [0.0] * q.shape[1], dtype=torch.float64, device="cpu")

@@ -477,8 +477,10 @@ class Check:
 
     def __str__(self) -> str:
         heads = self.errors.p95.low
-        over = int((heads > self.error).sum())
-        broken = f"the promise is broken in {over} of {heads.numel()} heads" if over else "open, compare more queries"
+        missed = int((heads > self.error).sum())
+        broken = (
+            f"the promise is broken in {missed} of {heads.numel()} heads" if missed else "open, compare more queries"
+        )
         verdict = "the promise is kept" if self.kept else broken
         worst = with_interval(self.errors.worst)
         return (

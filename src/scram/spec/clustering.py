@@ -45,8 +45,8 @@ def cluster(call: ClusterCall) -> Clustered:
         label = torch.where(usable, torch.arange(keys, device=k.device), -1)
         metric = k_rows.new_zeros(key_rows, k.shape[-1])  # [B*Hk, E]
         if call.clusters < keys and key_rows:
-            found = [labels_of(call, row, k_rows[row], v_rows[row], usable[row]) for row in range(key_rows)]
-            label, metric = (torch.stack(part) for part in zip(*found, strict=True))
+            parts = [labels_of(call, row, k_rows[row], v_rows[row], usable[row]) for row in range(key_rows)]
+            label, metric = (torch.stack(part) for part in zip(*parts, strict=True))
     centers, values, sizes = means(k_rows, v_rows, label, call.clusters)
     slope, variance, spreads = moments(k_rows, v_rows, label, centers, values, sizes, metric)
     int_label = label.to(torch.int32).reshape(k.shape[:-1])

@@ -86,11 +86,11 @@ def _centers(new: int, old: int, device: torch.device | str) -> tuple[Tensor, Te
     so no rounding depends on the device.
     """
     common = math.gcd(new, old)
-    over = 2 * (new // common)
+    unit = 2 * (new // common)
     times = old // common
     scaled = (2 * torch.arange(new, device=device) + 1) * times
-    cell = scaled // over
-    return cell, scaled - over * cell - over // 2, over
+    cell = scaled // unit
+    return cell, scaled - unit * cell - unit // 2, unit
 
 
 def resampled(
@@ -104,16 +104,16 @@ def resampled(
     on_grid = (index >= 0) & (index < math.prod(old_keys))
     moved: list[Tensor] = []
     for axis, (extent, keys, before) in enumerate(zip(grid, key_grid, old_keys, strict=True)):
-        cell, rest, over = _centers(extent, index.shape[2 + axis], index.device)
+        cell, rest, unit = _centers(extent, index.shape[2 + axis], index.device)
         on_grid = on_grid.index_select(2 + axis, cell)
         score = score.index_select(2 + axis, cell)
         place = [one.index_select(2 + axis, cell) for one in place]
         moved = [one.index_select(2 + axis, cell) for one in moved]
         rest = rest.reshape(-1, *[1] * (len(grid) - axis))
         common = math.gcd(keys, before)
-        # (place + 1/2 + rest / over) * keys / before, rounded down; never off the grid
-        doubled = (2 * place[axis] + 1) * (over // 2) + rest
-        moved.append(doubled * (keys // common) // (over * (before // common)))
+        # (place + 1/2 + rest / unit) * keys / before, rounded down; never off the grid
+        doubled = (2 * place[axis] + 1) * (unit // 2) + rest
+        moved.append(doubled * (keys // common) // (unit * (before // common)))
     return torch.where(on_grid, flat(moved, key_grid), -1).int(), score
 
 

@@ -54,7 +54,7 @@ class Inputs(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What the programs of a row found, P of them; the last ones had clusters."""
+    """Sums of the P programs of a row; the last ones had clusters."""
 
     acc: Tensor  # float32 [R, P, n, F], weighted values
     top: Tensor  # float32 [R, P, n], largest score
@@ -88,7 +88,7 @@ def decode(call: DecodeCall) -> Attended:
     near = own + triton.cdiv(inputs.routed, block)
     parts = near + triton.cdiv(inputs.clusters, block)
     size = (rows, parts, count)
-    found = Parts(
+    sums = Parts(
         acc=torch.empty((*size, value_width), dtype=torch.float32, device=out.device),
         top=torch.empty(size, dtype=torch.float32, device=out.device),
         total=torch.empty(size, dtype=torch.float32, device=out.device),
@@ -99,8 +99,8 @@ def decode(call: DecodeCall) -> Attended:
     )
     with on_device(call.q):
         seen = kinds(*inputs)
-        _share(rows * parts, tuple(flags.items()), seen)(inputs, found)
-        _join(rows * count, triton.next_power_of_2(parts), tuple(flags.items()), seen)(inputs, found, out, lse)
+        _share(rows * parts, tuple(flags.items()), seen)(inputs, sums)
+        _join(rows * count, triton.next_power_of_2(parts), tuple(flags.items()), seen)(inputs, sums, out, lse)
     return Attended(out, lse)
 
 
@@ -213,14 +213,14 @@ def scores(q_block, base, at, exists, dtype: tl.constexpr, CONFIG: tl.constexpr,
 
 
 @triton.jit
-def store_values(p, base, at, exists, slot, found, inputs, dtype: tl.constexpr, F: tl.constexpr, BLOCK_Q: tl.constexpr):
+def store_values(p, base, at, exists, slot, sums, inputs, dtype: tl.constexpr, F: tl.constexpr, BLOCK_Q: tl.constexpr):
     """The weighted values p @ base[at] to the place `slot` of a program."""
     i = tl.arange(0, BLOCK_Q)  # [BQ]
     for n in tl.static_range(tl.constexpr(F.PIECES)):
         x = for_product(load_vectors(base, at, exists, n, F).to(dtype))  # [BK, F]
         acc = product(p.to(x.dtype), x, tl.zeros([BLOCK_Q, F.BLOCK], tl.float32))  # [BQ, F]
         f = n * F.BLOCK + tl.arange(0, F.BLOCK)[None, :]  # [1, F]
-        place = found.acc + (slot * inputs.queries + i)[:, None] * F.SIZE + f  # [BQ, F]
+        place = sums.acc + (slot * inputs.queries + i)[:, None] * F.SIZE + f  # [BQ, F]
         tl.store(place, acc, mask=(i < inputs.queries)[:, None] & (f < F.SIZE))
 
 
@@ -233,12 +233,12 @@ def weights(s, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def share_kernel(inputs, found, CONFIG: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
+def share_kernel(inputs, sums, CONFIG: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
     """Program (row of queries, some keys)."""
-    part = tl.program_id(0) % found.parts
-    row = (tl.program_id(0) // found.parts).to(tl.int64)
+    part = tl.program_id(0) % sums.parts
+    row = (tl.program_id(0) // sums.parts).to(tl.int64)
     source = row // inputs.group
-    slot = row * found.parts + part
+    slot = row * sums.parts + part
     i = tl.arange(0, CONFIG.BLOCK_Q)  # [BQ]
     lane = tl.arange(0, CONFIG.BLOCK_K)  # [BK]
     q_block, _ = load_fine(inputs.q + row * inputs.queries * E.SIZE, inputs.queries, CONFIG, E)  # [BQ, E]
@@ -250,33 +250,33 @@ def share_kernel(inputs, found, CONFIG: tl.constexpr, E: tl.constexpr, F: tl.con
     unit = LOG2E if CONFIG.NARROW else 1.0
     spoiled = i < 0  # [BQ]
     tail = tl.zeros([CONFIG.BLOCK_Q], tl.float32)  # [BQ]
-    if part < found.own:
+    if part < sums.own:
         at = part * CONFIG.BLOCK_K + lane  # [BK]
-        here = at < inputs.keys  # [BK]
+        valid = at < inputs.keys  # [BK]
         place = inputs.keys - inputs.queries + i  # [BQ]
         before = at[None, :] <= place[:, None]  # [BQ, BK]
         first = source * inputs.key_row
-        usable = tl.load(inputs.usable + first + at, mask=here, other=0) != 0  # [BK]
-        broken = tl.load(inputs.broken + first + at, mask=here, other=0) != 0  # [BK]
+        usable = tl.load(inputs.usable + first + at, mask=valid, other=0) != 0  # [BK]
+        broken = tl.load(inputs.broken + first + at, mask=valid, other=0) != 0  # [BK]
         spoiled = tl.max((broken[None, :] & before).to(tl.int32), 1) > 0  # [BQ]
         s = scores(products, inputs.k + first * E.SIZE, at, usable, dtype, CONFIG, E) * (inputs.scale * unit)
         top, p = weights(tl.where(usable[None, :] & before, s, -float("inf")), CONFIG)
-        store_values(p, inputs.v + first * F.SIZE, at, usable, slot, found, inputs, value_dtype, F, CONFIG.BLOCK_Q)
+        store_values(p, inputs.v + first * F.SIZE, at, usable, slot, sums, inputs, value_dtype, F, CONFIG.BLOCK_Q)
         total = tl.sum(p, 1)  # [BQ]
-    elif part < found.near:
-        at = (part - found.own) * CONFIG.BLOCK_K + lane  # [BK]
+    elif part < sums.near:
+        at = (part - sums.own) * CONFIG.BLOCK_K + lane  # [BK]
         total = tl.zeros([CONFIG.BLOCK_Q], tl.float32)  # [BQ]
         top = total
         if inputs.listed is not None:
             first = row * inputs.routed
-            here = tl.load(inputs.listed + first + at, mask=at < inputs.routed, other=0) != 0  # [BK]
-            s = scores(products, inputs.listed_k + first * E.SIZE, at, here, dtype, CONFIG, E) * (inputs.scale * unit)
-            top, p = weights(tl.where(here[None, :], s, -float("inf")), CONFIG)
+            valid = tl.load(inputs.listed + first + at, mask=at < inputs.routed, other=0) != 0  # [BK]
+            s = scores(products, inputs.listed_k + first * E.SIZE, at, valid, dtype, CONFIG, E) * (inputs.scale * unit)
+            top, p = weights(tl.where(valid[None, :], s, -float("inf")), CONFIG)
             routed_values = inputs.listed_v + first * F.SIZE
-            store_values(p, routed_values, at, here, slot, found, inputs, value_dtype, F, CONFIG.BLOCK_Q)
+            store_values(p, routed_values, at, valid, slot, sums, inputs, value_dtype, F, CONFIG.BLOCK_Q)
             total = tl.sum(p, 1)  # [BQ]
     else:
-        at = (part - found.near) * CONFIG.BLOCK_K + lane  # [BK]
+        at = (part - sums.near) * CONFIG.BLOCK_K + lane  # [BK]
         total = tl.zeros([CONFIG.BLOCK_Q], tl.float32)  # [BQ]
         top = total
         if inputs.centers is not None:
@@ -286,25 +286,25 @@ def share_kernel(inputs, found, CONFIG: tl.constexpr, E: tl.constexpr, F: tl.con
             if inputs.chosen is not None:
                 taken = tl.load(inputs.chosen + row * inputs.clusters + at, mask=inside, other=0) != 0  # [BK]
                 log = tl.where(taken, -float("inf"), log)
-            here = log > -float("inf")  # [BK]
+            valid = log > -float("inf")  # [BK]
             centers = inputs.centers + source * inputs.cluster_row * E.SIZE
-            s = scores(products, centers, at, here, dtype, CONFIG, E) * (inputs.scale * unit)
+            s = scores(products, centers, at, valid, dtype, CONFIG, E) * (inputs.scale * unit)
             if inputs.spreads is not None:
                 raised = tl.load(inputs.spreads + first + at, mask=inside, other=0.0)  # [BK]
                 spread = query_spreads(q_block, source, inputs, E)  # [BQ]
                 s += tl.minimum(spread[:, None] * raised[None, :], RAISED) * (0.5 * unit)
-            top, p = weights(tl.where(here[None, :], s + (log * unit)[None, :], -float("inf")), CONFIG)
+            top, p = weights(tl.where(valid[None, :], s + (log * unit)[None, :], -float("inf")), CONFIG)
             own = tl.full([CONFIG.BLOCK_K], 1.0, tl.float32)  # [BK]
             if inputs.spreads is not None:
                 own = tl.load(inputs.spreads + first + at, mask=inside, other=0.0)
             tail = tl.sum(p * own[None, :], 1)  # [BQ]
             cluster_values = inputs.means + source * inputs.cluster_row * F.SIZE
-            store_values(p, cluster_values, at, here, slot, found, inputs, value_dtype, F, CONFIG.BLOCK_Q)
+            store_values(p, cluster_values, at, valid, slot, sums, inputs, value_dtype, F, CONFIG.BLOCK_Q)
             total = tl.sum(p, 1)  # [BQ]
     point = slot * inputs.queries + i  # [BQ]
-    tl.store(found.top + point, top, mask=i < inputs.queries)
-    tl.store(found.total + point, tl.where(spoiled, float("nan"), total), mask=i < inputs.queries)
-    tl.store(found.tail + point, tail, mask=i < inputs.queries)
+    tl.store(sums.top + point, top, mask=i < inputs.queries)
+    tl.store(sums.total + point, tl.where(spoiled, float("nan"), total), mask=i < inputs.queries)
+    tl.store(sums.tail + point, tail, mask=i < inputs.queries)
 
 
 @triton.jit
@@ -320,22 +320,22 @@ def query_spreads(q_block, source, inputs, E: tl.constexpr):
 
 
 @triton.jit
-def join_kernel(inputs, found, out, lse, CONFIG: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BLOCK_P: tl.constexpr):
+def join_kernel(inputs, sums, out, lse, CONFIG: tl.constexpr, E: tl.constexpr, F: tl.constexpr, BLOCK_P: tl.constexpr):
     """Program (row of queries, query)."""
     POWER: tl.constexpr = "exp2" if CONFIG.NARROW else "powers"
     row = (tl.program_id(0) // inputs.queries).to(tl.int64)
     i = tl.program_id(0) % inputs.queries
     part = tl.arange(0, BLOCK_P)  # [P]
-    exists = part < found.parts  # [P]
-    point = (row * found.parts + part) * inputs.queries + i  # [P]
-    top = tl.load(found.top + point, mask=exists, other=-1e38)  # [P]
-    total = tl.load(found.total + point, mask=exists, other=0.0)  # [P]
+    exists = part < sums.parts  # [P]
+    point = (row * sums.parts + part) * inputs.queries + i  # [P]
+    top = tl.load(sums.top + point, mask=exists, other=-1e38)  # [P]
+    total = tl.load(sums.total + point, mask=exists, other=0.0)  # [P]
     some = exists & ~(total == 0)  # [P]
     base = tl.max(tl.where(some, top, -1e38), 0)
     weight = tl.where(some, power(top, base, POWER), 0.0)  # [P]
     each = tl.where(some, total, 0.0) * weight  # [P]
     norm = tl.sum(each, 0)
-    tail = tl.load(found.tail + point, mask=some, other=0.0)  # [P]
+    tail = tl.load(sums.tail + point, mask=some, other=0.0)  # [P]
     far = tl.sum(tail * weight, 0)  # of clusters in the first-order term
 
     source = row // inputs.group
@@ -356,7 +356,7 @@ def join_kernel(inputs, found, out, lse, CONFIG: tl.constexpr, E: tl.constexpr, 
     for m in tl.static_range(tl.constexpr(F.PIECES)):
         f = m * F.BLOCK + tl.arange(0, F.BLOCK)  # [F]
         inside = some[:, None] & (f < F.SIZE)[None, :]  # [P, F]
-        acc = tl.load(found.acc + point[:, None] * F.SIZE + f[None, :], mask=inside, other=0.0)  # [P, F]
+        acc = tl.load(sums.acc + point[:, None] * F.SIZE + f[None, :], mask=inside, other=0.0)  # [P, F]
         mixed = tl.sum(acc * weight[:, None], 0) * inverse  # [F]
         if inputs.slope is not None:
             first = f * 0.0  # [F]

@@ -120,14 +120,14 @@ def cluster_tail_backward(
     totals = Totals(delta=delta, base=base, factor=factor, spread=spread, first=first, tail=tail)
     with on_device(q):
         above = Upstream(grad_out.contiguous(), grad_lse.contiguous())
-        made = Attended(out.contiguous(), lse.contiguous())
+        forward = Attended(out.contiguous(), lse.contiguous())
         inputs = inputs_of(call, flags)
         sums = ClusterSums.of(call, flags)
         middle = mean_key(call)
         for chunk, tiles in chunks(call, inputs, flags):
-            given = kinds(*chunk, *made, *above, *grads)
+            given = kinds(*chunk, *forward, *above, *grads)
             by_queries = _kernel(tail_queries_kernel, tiles, tuple(flags.items()), given)
-            by_queries(chunk, made, above, totals, grads, middle)
+            by_queries(chunk, forward, above, totals, grads, middle)
             sums.add(chunk, tiles, above, totals)
         d_centers, d_values = sums.total(call)
         d_slope = None if call.slope is None else slope_backward(call, inputs, above, totals)
@@ -359,7 +359,7 @@ def query_sums(
 @triton.jit
 def tail_queries_kernel(
     inputs,
-    made,
+    forward,
     above,
     totals,
     grads,
@@ -386,13 +386,13 @@ def tail_queries_kernel(
             first += tl.sum(q_block[n].to(tl.float32) * along[n], 1)
         first = first * slope_factor(spread, queries, inputs)
 
-    lse = tl.load(made.lse + point, mask=exists, other=-float("inf"))  # [BQ]
+    lse = tl.load(forward.lse + point, mask=exists, other=-float("inf"))  # [BQ]
     base = tl.where(lse == -float("inf"), 0.0, lse)  # [BQ], a query without keys has no weights
     scaled = base * LOG2E if CONFIG.NARROW else base  # [BQ]
     grad_lse = tl.load(above.grad_lse + point, mask=exists, other=0.0)  # [BQ]
     about = zero  # [BQ], delta to the digits of `out`
     for n in tl.static_range(len(grad_out)):
-        out = load_piece(made.out + queries.start * F.SIZE, query, exists, n, F).to(tl.float32)  # [BQ, F]
+        out = load_piece(forward.out + queries.start * F.SIZE, query, exists, n, F).to(tl.float32)  # [BQ, F]
         about += tl.sum(grad_out[n].to(tl.float32) * out, 1)
     about = tl.where(is_finite(about), about - grad_lse, 0.0)
     near = zero  # [BQ], weight of the windows

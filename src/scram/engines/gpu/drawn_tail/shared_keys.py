@@ -63,9 +63,9 @@ def draw_names(call: DrawnTailCall) -> tuple[Tensor, Tensor]:
         mask = mask_argument(q, call.k, None if call.causal else call.key_mask)
         kernel(order, mask, seed_argument(call.seed, call.rows), rows, keys)
     unmasked = unmasked_later(AllowedKeys.of(q, call.k, call.causal, call.key_mask))
-    how = (call.samples, call.stratified, unmasked)
+    settings = (call.samples, call.stratified, unmasked)
     # Under causal order the first of them comes before all others: the variance measures values from it.
-    names, represents = shared_tail(order, grid_of(call.k), *how, ascending=call.causal)
+    names, represents = shared_tail(order, grid_of(call.k), *settings, ascending=call.causal)
     return by_heads(q, names, represents)
 
 

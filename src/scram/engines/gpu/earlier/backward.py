@@ -49,8 +49,8 @@ def earlier_backward(call: EarlierCall, out: Tensor, lse: Tensor, grad_out: Tens
     batch, heads, length, _ = call.q.shape
     with on_device(call.q):
         inputs = inputs_of(call)
-        found = (torch.empty_like(lse, memory_format=torch.contiguous_format) for _ in range(3))
-        above = Upstream(grad_out.to(call.v.dtype).contiguous(), grad_lse.float().contiguous(), *found)
+        scratch = (torch.empty_like(lse, memory_format=torch.contiguous_format) for _ in range(3))
+        above = Upstream(grad_out.to(call.v.dtype).contiguous(), grad_lse.float().contiguous(), *scratch)
         given = kinds(*inputs, *above)
         by_query = batch * heads * triton.cdiv(length, config.BLOCK_Q)
         _kernel("queries", by_query, tuple(flags.items()), given)(inputs, above, dq)

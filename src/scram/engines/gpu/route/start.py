@@ -45,11 +45,11 @@ def routed_start(call: RoutedStartCall) -> Found:
     q = call.q.contiguous()
     k = call.k.contiguous()
     shape = (*q.shape[:-1], 1)
-    found = Found(
+    starts = Found(
         torch.empty(shape, dtype=torch.int32, device=q.device), torch.empty(shape, dtype=torch.float32, device=q.device)
     )
-    if not found.index.numel():
-        return found
+    if not starts.index.numel():
+        return starts
     flags = _flags(q.ndim - 3, q.shape[-1], q.dtype, q.device)
     with on_device(q):
         inputs = Inputs(
@@ -60,8 +60,8 @@ def routed_start(call: RoutedStartCall) -> Found:
             group=q.shape[1] // k.shape[1],
         )
         programs = q.shape[0] * q.shape[1] * tiles(grid_of(q), flags["B"].TILE)
-        _kernel(programs, tuple(flags.items()), kinds(*inputs))(inputs, found)
-    return found
+        _kernel(programs, tuple(flags.items()), kinds(*inputs))(inputs, starts)
+    return starts
 
 
 @cached
@@ -82,7 +82,7 @@ def _kernel(programs: int, flags: tuple[tuple[str, object], ...], given: tuple[o
 
 
 @triton.jit
-def routed_start_kernel(inputs, found, BLOCK_K: tl.constexpr, B: tl.constexpr, E: tl.constexpr):
+def routed_start_kernel(inputs, starts, BLOCK_K: tl.constexpr, B: tl.constexpr, E: tl.constexpr):
     """Program: tile."""
     tile = tl.program_id(0).to(tl.int64)
     row, corner = tile_at(tl.program_id(0), inputs.geo, B)
@@ -104,5 +104,5 @@ def routed_start_kernel(inputs, found, BLOCK_K: tl.constexpr, B: tl.constexpr, E
     most = tl.max(best, 1)  # [BQ]
     lowest = tl.min(tl.where(best == most[:, None], best_key, NO_KEY), 1)  # [BQ]
     point = start + query  # [BQ]
-    tl.store(found.index + point, tl.where(most > -float("inf"), lowest, -1), mask=exists)
-    tl.store(found.score + point, most, mask=exists)
+    tl.store(starts.index + point, tl.where(most > -float("inf"), lowest, -1), mask=exists)
+    tl.store(starts.score + point, most, mask=exists)
