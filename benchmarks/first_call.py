@@ -1,7 +1,7 @@
 """A call that measures itself: what that costs, and where it warns. `python benchmarks/first_call.py --data FOLDER`.
 
-Cost: calls of the default that measure themselves and calls that do not, in turn, by time of the processor and of the
-wall; the same under torch.compile. Warnings: the default on noise, on features of photographs and on all tensors of
+Cost: calls of the default that measure themselves and calls that do not, in turn, in time of the processor with one
+thread; the same under torch.compile. Warnings: the default on noise, on features of photographs and on all tensors of
 trained models in FOLDER (benchmarks/trained.py), beside the error over 1024 queries. Results: results/first_call.json.
 """
 
@@ -11,7 +11,6 @@ import argparse
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +26,7 @@ from trained import STORED, photo_sets, trained_sets
 import scram
 from scram.core import first_call
 
-ROUNDS = 15
+ROUNDS = 9
 NUM_QUERIES = 1024  # compared, where there are as many
 SILENT, WARNED = 0.15, 0.35  # below and beyond these errors it must be silent, and warn
 NOISE = {
@@ -37,71 +36,54 @@ NOISE = {
 }
 
 
-@dataclass
-class Times:
-    """Seconds of a call, of the processor and of the wall."""
-
-    processor: float
-    wall: float
-
-
-def timed(call: Callable[[], Any]) -> Times:
-    wall, processor = time.perf_counter(), time.process_time()
-    call()
-    return Times(time.process_time() - processor, time.perf_counter() - wall)
-
-
-def in_turn(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[Times]]:
-    """Times of each call; one that is not counted first."""
-    times: dict[str, list[Times]] = {name: [] for name in calls}
-    for number in range(rounds + 1):
+def in_turn(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
+    """Seconds of the processor of each call; one that is not counted first."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(ROUNDS + 1):
         for name, call in calls.items():
-            found = timed(call)
+            begin = time.process_time()
+            call()
             if number:
-                times[name].append(found)
+                times[name].append(time.process_time() - begin)
     return times
 
 
-def cost(store: Store, size: int, heads: int) -> None:
+def cost(store: Store, size: int) -> None:
     """What a call that measures itself takes beyond one that does not: the median over the rounds of the difference."""
-    q, k = (x.repeat(1, heads, 1, 1, 1) for x in stereo(size))
+    q, k = stereo(size)
 
     def call() -> None:
-        scram.attention(q, k, k, search=scram.Search(seed=0))
+        scram.attention(q, k, k, search=scram.Search(sweeps=2, seed=0))
 
     def measuring() -> None:
         first_call.clear()
         call()
 
-    times = in_turn({"plain": call, "measuring": measuring}, ROUNDS)
-    row: dict[str, float] = {}
-    for clock in ("processor", "wall"):
-        plain, measured = ([getattr(one, clock) for one in times[name]] for name in ("plain", "measuring"))
-        more = [b - a for a, b in zip(plain, measured, strict=True)]
-        row |= {f"call_{clock}_ms": 1e3 * median(plain), f"measuring_{clock}_ms": 1e3 * median(more)}
-        row[f"share_{clock}"] = median(more) / median(plain)
-    name = f"cost {size}x{size}, {heads} head{'s' * (heads > 1)}"
-    store.put(name, threads=torch.get_num_threads(), width=q.shape[-1], rounds=ROUNDS, **row)
-    Console().print(
-        f"{name}: {row['share_processor']:.1%} of the processor's time, {row['share_wall']:.1%} of the wall's"
-    )
+    times = in_turn({"plain": call, "measuring": measuring})
+    more = median(b - a for a, b in zip(times["plain"], times["measuring"], strict=True))
+    plain = median(times["plain"])
+    row = {"call_ms": 1e3 * plain, "measuring_ms": 1e3 * more, "share": more / plain}
+    store.put(f"cost {size}x{size}", threads=torch.get_num_threads(), width=q.shape[-1], rounds=ROUNDS, **row)
+    Console().print(f"{size}x{size}: {1e3 * more:.1f} ms of {1e3 * plain:.0f} ms, {more / plain:.1%}")
 
 
 def compiled_cost(store: Store) -> None:
     """A compiled call with the measurement switched on and off, in turn: the graph holds nothing of it."""
     q, k = stereo(128)
-    compiled = torch.compile(lambda q, k: scram.attention(q, k, k, search=scram.Search(seed=0)), backend="aot_eager")
+    settings = {"search": scram.Search(sweeps=2, seed=0)}
+    compiled = torch.compile(lambda q, k: scram.attention(q, k, k, **settings), backend="aot_eager", fullgraph=True)
 
     def call(enabled: bool) -> None:
         scram.check_first_call(enabled)
         first_call.clear()
         compiled(q, k)
+        assert not first_call.known_kinds
 
-    times = in_turn({"off": lambda: call(False), "on": lambda: call(True)}, ROUNDS)
+    times = in_turn({"off": lambda: call(False), "on": lambda: call(True)})
     scram.check_first_call(True)
-    medians = {name: 1e3 * median(one.processor for one in found) for name, found in times.items()}
-    store.put("cost compiled 128x128", **{f"{name}_processor_ms": ms for name, ms in medians.items()}, rounds=ROUNDS)
-    Console().print(f"compiled: {medians['off']:.1f} ms without, {medians['on']:.1f} ms with")
+    medians = {f"{name}_ms": 1e3 * median(found) for name, found in times.items()}
+    store.put("cost compiled 128x128", threads=torch.get_num_threads(), rounds=ROUNDS, **medians)
+    Console().print(f"compiled: {medians['off_ms']:.1f} ms without, {medians['on_ms']:.1f} ms with")
 
 
 def all_sets(folder: Path) -> dict[str, tuple[str, tuple[Tensor, Tensor, Tensor, float]]]:
@@ -120,8 +102,8 @@ def warned(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, float
     first_call.clear()
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        out = scram.attention(q, k, v, search=scram.Search(seed=0), scale=scale)
-        again = scram.attention(q, k, v, search=scram.Search(seed=0), scale=scale)
+        out = scram.attention(q, k, v, search=scram.Search(sweeps=2, seed=0), scale=scale)
+        again = scram.attention(q, k, v, search=scram.Search(sweeps=2, seed=0), scale=scale)
     assert torch.equal(out, again)
     said = [str(x.message) for x in found if x.category is scram.AccuracyWarning]
     assert len(said) <= 1, "a kind of call warns once"
@@ -161,9 +143,10 @@ if __name__ == "__main__":
     parser.add_argument("--only", choices=["cost", "warnings"], help="this part only")
     given = parser.parse_args()
     results = Store("first_call")
+    torch.set_num_threads(1)
     with torch.no_grad():
         if given.only != "warnings":
-            cost(results, 256, 1)
+            cost(results, 256)
             compiled_cost(results)
         if given.only != "cost":
             warnings_of_all(results, given.data)

@@ -26,7 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "core.files": set(),
     "core.dtensors": set(),
     "options": set(),
-    "core.calls": set(),
+    "core.calls": {"_compat"},
     "settings": BOTTOM,
     "spec": {"core.calls", *SETTINGS},
     "results": {*SETTINGS, "spec"},

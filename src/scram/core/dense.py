@@ -148,17 +148,13 @@ def attend_few(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor | 
     wide = accumulator(v.dtype)
     batch, heads, count, _ = q.shape
     groups = heads // k.shape[1]
-    rows = (q.to(wide) * scale).reshape(batch, k.shape[1], groups, count, q.shape[-1])  # [B, Hk, groups, n, E]
-    masks = (
-        None
-        if mask is None
-        else mask.expand(batch, heads, count, -1).reshape(batch, k.shape[1], groups, count, k.shape[2])
-    )
+    rows = (q.to(wide) * scale).reshape(batch, k.shape[1], groups * count, -1)
+    shown = None if mask is None else mask.expand(batch, heads, count, -1)
+    masks = None if shown is None else shown.reshape(batch, k.shape[1], groups * count, -1)
     out = q.new_empty(batch, k.shape[1], groups * count, v.shape[-1], dtype=wide)
     for b in range(batch):
         for h in range(k.shape[1]):
-            shown = None if masks is None else masks[b, h].flatten(0, 1)  # [groups * n, M]
-            out[b, h] = _attend_row(rows[b, h].flatten(0, 1), k[b, h], v[b, h], shown)
+            out[b, h] = _attend_row(rows[b, h], k[b, h], v[b, h], None if masks is None else masks[b, h])
     return out.reshape(batch, heads, count, -1).to(v.dtype)
 
 
