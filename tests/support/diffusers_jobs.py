@@ -28,7 +28,7 @@ def ulysses(mesh):
         try:
             with patch.object(torch.accelerator, "device_count", lambda: 1):  # diffusers counts no CPU
                 model.enable_parallelism(config=diffusers.ContextParallelConfig(ulysses_degree=mesh.size()))
-            out = model(**inputs)[0]
+            out = model(**inputs, return_dict=False)[0]
         finally:
             ours.unregister()
     return float((out - want).abs().max()), {call.q: call.answer for call in report.calls}
