@@ -149,6 +149,7 @@ def test_times_that_differ_by_more_than_a_third_are_not_steady(monkeypatch, seco
 @pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])
 def test_every_accelerator_is_waited_for(monkeypatch, kind):
     waited = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: waited.append(str(device)))
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: None)
