@@ -29,6 +29,7 @@ UNKNOWN = 0.05  # squared difference that stands for a pixel a label has no colo
 FORBIDDEN = 40.0  # cost of a label without a color
 MOST = 4.0  # of a seam between two pixels
 SEAM = 0.002  # of any seam: without it labels change where nothing tells them apart
+TABLE = 2**25  # costs of pairs of labels, at most: large holes have fewer labels
 ROUNDS = 40  # of belief propagation
 DAMPING = 0.5
 
@@ -71,6 +72,7 @@ def continued(known: Tensor, hole: Tensor, colors: int) -> Structure | None:
     places = hole.nonzero()  # [n, 2]
     if share < REGULAR or not len(places):
         return None
+    offsets = offsets[: max(1, int((TABLE / len(places)) ** 0.5))]
     labels = _Labels.of(seen, hole, offsets, places)
     chosen, cost = labels.chosen(hole)
     size = torch.tensor(hole.shape, device=hole.device)
