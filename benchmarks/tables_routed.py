@@ -18,7 +18,7 @@ COLUMNS = (
     "512+512, 2 sweeps",
     "512+1024, 4 matches",
 )
-DEFAULT = ("384+768", "384+768, 2 sweeps")
+DEFAULT = ("384+768", "384+768, 2 sweeps", "512+1152", "512+1152, 2 sweeps")
 FAMILIES = {  # the first that a name holds, in the order of pages
     "stereo": "stereo pairs",
     "projected": "projected photos",
