@@ -130,7 +130,8 @@ def frequent_offsets(known: Tensor, hole: Tensor) -> tuple[Tensor, float]:
     tops.view(-1)[best] = 1
     around = F.max_pool2d(tops[None, None], 5, 1, 2)[0, 0]
     colors = known.shape[-1]
-    rough = values[keys[:, 0], keys[:, 1]].unflatten(-1, (colors, -1)).var(-1).mean(-1)[::step]
+    patches = values[keys[::step, 0], keys[::step, 1]]
+    rough = patches.reshape(len(patches), colors, -1).var(-1).mean(-1)
     place = (torch.cat(found) + middle)[rough >= ROUGH * rough.mean()]
     share = float(around[place[:, 0], place[:, 1]].sum()) / len(rough)
     return torch.stack((best // counts.shape[1], best % counts.shape[1]), -1) - middle, share
