@@ -71,6 +71,7 @@ WITHOUT_A_MODULE = {
     "test_rooms.py": "imports of all sources",
     "test_release.py": "what a release holds",
     "test_site.py": "the documentation site",
+    "test_statements.py": "what README and the start page say",
     "test_torch_defaults.py": "every public call",
     "test_tutorials.py": "the tutorials",
     "engines/gpu/test_compile.py": "every kernel",
