@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -230,8 +230,8 @@ def _set_mkl_threads() -> Any:
     return getattr(_library(), "MKL_Set_Num_Threads_Local", None)
 
 
-class _OneThread:
-    """A context in which operators that this Python thread calls run on it alone.
+class _OneThread(ContextDecorator):
+    """A context, or a decorator, in which operators that this Python thread calls run on it alone.
 
     A parallel region of an operator ends when all its threads have run. Beside other programs one of them waits for a
     core, for milliseconds; and it goes on spinning when its work is done, where the engine's own threads would run.
