@@ -113,7 +113,8 @@ def generate_page(folder: Path) -> None:
     sheet(rows, IMAGES / "generate.jpg")
 
 
-# Holes, left, top, width and height of 384 x 384, chosen before any was filled; the last as an example of a failure.
+SIDE = 256
+# Holes, left, top, width and height in 384ths of the side, chosen before any was filled; the last as a likely failure.
 HOLES = {
     "brick": (120, 150, 110, 110),
     "chelsea": (38, 94, 64, 64),
@@ -134,20 +135,18 @@ MARK = torch.tensor([1.0, 0.0, 1.0])
 def inpaint_page(folder: Path) -> None:
     """The hole and the result, two photographs a row, what is around the hole alone."""
     panels: list[Panel] = []
-    for name, (left, top, width, height) in HOLES.items():
-        picture = photograph(name, 384, folder)
-        hole = torch.zeros(384, 384, dtype=torch.bool)
+    for name, box in HOLES.items():
+        left, top, width, height = (round(extent * SIDE / 384) for extent in box)
+        picture = photograph(name, SIDE, folder)
+        hole = torch.zeros(SIDE, SIDE, dtype=torch.bool)
         hole[top : top + height, left : left + width] = True
         filled = inpaint(torch.where(hole[..., None], 0, picture), hole)
         around = 2 * max(width, height)
-        first = [
-            min(max(x + extent // 2 - around // 2, 0), 384 - around) for x, extent in ((top, height), (left, width))
-        ]
+        middles = (top + height // 2, left + width // 2)
+        first = [min(max(middle - around // 2, 0), SIDE - around) for middle in middles]
         part = tuple(slice(x, x + around) for x in first)
-        panels += [
-            (name, torch.where(hole[..., None], MARK, picture)[part]),
-            ("doubtful: it warns" if doubts(filled, hole) else "", filled[part]),
-        ]
+        told = "doubtful: it warns" if doubts(filled, hole) else ""
+        panels += [(name, torch.where(hole[..., None], MARK, picture)[part]), (told, filled[part])]
     sheet([panels[n : n + 4] for n in range(0, len(panels), 4)], IMAGES / "inpaint.jpg")
 
 

@@ -462,6 +462,15 @@ def cold() -> str:
     return table(head, *rows)
 
 
+def busy_inpaint() -> str:
+    """docs/measurements: inpainting beside other programs."""
+    head = ("beside", "seconds", "CPU seconds", "PSNR in the hole")
+    rows = table_cells.load("busy_inpaint").items()
+    return table(
+        head, *((x, f"{r['seconds']:.1f}", f"{r['cpu_seconds']:.1f}", f"{r['psnr_db']:.2f} dB") for x, r in rows)
+    )
+
+
 def versions() -> str:
     """docs/faq: what parts of the suite count on other versions of torch, those of a commit together."""
     groups: dict[tuple[str, ...], list[tuple[str, Any]]] = {}
@@ -553,6 +562,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "learn-bias": tables_learn.bias,
     "learn-swap": tables_learn.swaps,
     "busy": busy,
+    "busy-inpaint": busy_inpaint,
     "cold": cold,
     "frontier": tables_frontier.frontier,
     "frontier-default": tables_frontier.frontier_default,

@@ -24,7 +24,8 @@ def test_the_result_has_the_size(tmp_path, size, want):
     numbers = json.loads(printed)
     assert numbers["result"] == [want[1], want[0]]
     assert numbers["shape_error"].keys() == {"retargeted", "resized"}
-    assert numbers["shape_error"]["resized"] > 0.1
+    change = want[1] / 48 * 72 / want[0]
+    assert numbers["shape_error"]["resized"] == pytest.approx(max(change, 1 / change) - 1, rel=1e-4)
 
 
 @pytest.mark.parametrize("size", ["48", "x", "ax3", "0x10"])

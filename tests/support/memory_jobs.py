@@ -12,7 +12,7 @@ from scram.cli.arguments import MATCH_WIDTH
 from scram.images.synthesis import Settings
 from scram.quality.timing import memory_status, reset_peak
 
-NAMES = ("denoise", "inpaint", "generate", "retarget", "match")
+NAMES = ("denoise", "inpaint", "generate", "match")
 
 
 def job(name: str, picture: Tensor) -> tuple[Callable[[], object], int]:
@@ -29,11 +29,8 @@ def job(name: str, picture: Tensor) -> tuple[Callable[[], object], int]:
         hole_pixels = int(hole.sum())
         return lambda: images.inpaint(picture, hole, settings), memory.of_hole(pixels, hole_pixels, 3, settings.patch)
     size = (picture.shape[0], picture.shape[1] + 16)
-    both = pixels + size[0] * size[1]
-    if name == "retarget":
-        return lambda: images.retarget(picture, size), both * memory.of_patches(3, 1)
-    make = lambda: images.generate(picture, size, settings, scenes=True)  # noqa: E731
-    return make, both * memory.of_patches(3, settings.patch)
+    expected = (pixels + size[0] * size[1]) * memory.of_patches(3, settings.patch)
+    return lambda: images.generate(picture, size, settings, scenes=True), expected
 
 
 def ratio(name: str) -> float:

@@ -1,11 +1,13 @@
 """`scram generate`: new pictures of the same texture."""
 
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from ..images.generation import DEFAULT, MOST_UNEVEN, generate, unevenness
 from ..images.reading import write
 from ..images.similarity import two_way
+from . import memory
 from .console import Printout
 from .edits import bar, channels_of, check_memory, open_image, report, shown, timed, with_channels
 from .pictures import Panel
@@ -25,7 +27,7 @@ def run(
 ) -> Printout:
     """Generate `count` pictures with following seeds and write them."""
     settings = replace(DEFAULT, **changed)
-    check_memory(image, (height, width), settings.patch, "generating", device)
+    check_memory(image, (height, width), partial(memory.of_patches, patch=settings.patch), "generating", device)
     picture = open_image(image)
     size = (height or picture.pixels.shape[0], width or picture.pixels.shape[1])
     channels = channels_of(picture).to(device)

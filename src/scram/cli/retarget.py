@@ -8,6 +8,7 @@ from ..images.pyramid import resize
 from ..images.reading import write
 from ..images.retargeting import retarget, shape_error, strips
 from ..images.saliency import saliency
+from . import memory
 from .console import Printout
 from .edits import channels_of, check_memory, open_image, report, shown, timed, with_channels
 from .pictures import Panel
@@ -15,7 +16,7 @@ from .pictures import Panel
 
 def run(image: str, width: int | None, height: int | None, out: Path, device: str) -> Printout:
     """Retarget the picture, write it, and beside it the same resized."""
-    check_memory(image, (height, width), 1, "retargeting", device)
+    check_memory(image, (height, width), memory.of_resized, "retargeting", device)
     picture = open_image(image)
     old = (picture.pixels.shape[0], picture.pixels.shape[1])
     size = (height or old[0], width or old[1])

@@ -29,6 +29,7 @@ UNKNOWN = 0.05  # squared difference that stands for a pixel a label has no colo
 FORBIDDEN = 40.0  # cost of a label without a color
 MOST = 4.0  # of a seam between two pixels
 SEAM = 0.002  # of any seam: without it labels change where nothing tells them apart
+TABLE = 2**25  # costs of pairs of labels, at most: large holes have fewer labels
 ROUNDS = 40  # of belief propagation
 DAMPING = 0.5
 
@@ -71,6 +72,7 @@ def continued(known: Tensor, hole: Tensor, colors: int) -> Structure | None:
     places = hole.nonzero()  # [n, 2]
     if share < REGULAR or not len(places):
         return None
+    offsets = offsets[: max(1, int((TABLE / len(places)) ** 0.5))]
     labels = _Labels.of(seen, hole, offsets, places)
     chosen, cost = labels.chosen(hole)
     size = torch.tensor(hole.shape, device=hole.device)
@@ -128,7 +130,8 @@ def frequent_offsets(known: Tensor, hole: Tensor) -> tuple[Tensor, float]:
     tops.view(-1)[best] = 1
     around = F.max_pool2d(tops[None, None], 5, 1, 2)[0, 0]
     colors = known.shape[-1]
-    rough = values[keys[:, 0], keys[:, 1]].reshape(len(keys), colors, -1).var(-1).mean(-1)[::step]
+    patches = values[keys[::step, 0], keys[::step, 1]]
+    rough = patches.reshape(len(patches), colors, -1).var(-1).mean(-1)
     place = (torch.cat(found) + middle)[rough >= ROUGH * rough.mean()]
     share = float(around[place[:, 0], place[:, 1]].sum()) / len(rough)
     return torch.stack((best // counts.shape[1], best % counts.shape[1]), -1) - middle, share
