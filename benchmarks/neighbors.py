@@ -56,7 +56,7 @@ def rows_of(layers: dict[int, Layer]) -> Iterator[tuple[str, dict[str, Any]]]:
 
         def errors(out: Tensor, truth: Truth = truth) -> dict[str, float]:
             measured = truth.errors(out)
-            return {"p95": measured.worst[0], "l2": float(measured.l2.max())}
+            return {"p95": measured.worst[0], "output": float(measured.output.max())}
 
         for count, keys in TAILS:
             clusters = scram.Clusters(count=count, keys=keys, seed=0)

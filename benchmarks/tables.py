@@ -21,6 +21,7 @@ import layouts
 import neighbors
 import table_cells
 import tables_distributed
+import tables_frontier
 import tables_learn
 import tables_matching
 import tables_models
@@ -407,14 +408,14 @@ def crossover() -> str:
 
 def judge() -> str:
     """docs/judge: the backends on a layer of MobileSAM, the worst head of each."""
-    head = ("backend", "median error", "95th percentile", "L2 error", "time", "times faster than dense")
+    head = ("backend", "output error", "95th percentile", "median", "time", "times faster than dense")
     lines = []
     for name, row in table_cells.load("judge")["rows"].items():
-        values = row["p95_error"]["value"][0]
+        values = row["output_error"][0]
         worst = values.index(max(values))
-        errors = (interval(row[key], worst) for key in ("median_error", "p95_error"))
-        rest = share(row["l2_error"][0][worst]), time(row["seconds"]), f"{row['ratio']:.3g}"
-        lines.append((f"`{name}`", *errors, *rest))
+        errors = (interval(row[key], worst) for key in ("p95_error", "median_error"))
+        rest = time(row["seconds"]), f"{row['ratio']:.3g}"
+        lines.append((f"`{name}`", share(values[worst]), *errors, *rest))
     return table(head, *lines)
 
 
@@ -540,6 +541,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "learn-bias": tables_learn.bias,
     "learn-swap": tables_learn.swaps,
     "busy": busy,
+    "frontier": tables_frontier.frontier,
+    "frontier-default": tables_frontier.frontier_default,
+    "frontier-gpu": tables_frontier.frontier_gpu,
     "versions": versions,
 }
 

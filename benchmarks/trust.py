@@ -91,8 +91,8 @@ def main(folder: Path) -> None:
             reason=trust.reason,
             coverage=shares,
             seeds=SEEDS,
-            l2_error=trust.l2_error.flatten().tolist(),
-            tail_l2_error=trust.tail_l2_error.flatten().tolist(),
+            output_error=trust.output_error.flatten().tolist(),
+            tail_output_error=trust.tail_output_error.flatten().tolist(),
             **figures,
         )
 

@@ -35,7 +35,8 @@ HTML = {"docs/explore.md"}  # its Python makes a page
 def test_pages_with_python():
     names = ("bias", "causal", "clusters", "correlation", "models", "estimators", "tune", "gmflow_matching")
     assert {name for name, _ in BLOCKS} == {f"docs/{x}.md" for x in names} | {"README.md"} | PICTURES | HTML
-    assert sum(bool(line) for line in BLOCKS[0][1].splitlines()) == 8
+    assert sum(bool(line) for line in BLOCKS[0][1].splitlines()) == 5
+    assert "error=" in BLOCKS[0][1]
 
 
 def words(text):
@@ -43,10 +44,11 @@ def words(text):
 
 
 def test_readme_is_short():
-    """One screen of text before the first table, 1 000 words in all."""
+    """One screen of text before it says when not to use it, which comes before all results; 1 000 words in all."""
     text = TEXTS["README.md"]
     assert words(text) <= 1000
-    before = text[: text.index("\n| ")]
+    before = text[: text.index("\n## ")]
+    assert text[len(before) :].startswith("\n## When not to use it")
     assert words(before) <= 300
     assert len(before.splitlines()) <= 50
 
@@ -82,23 +84,11 @@ def test_python_of_pages_makes_a_page(block, tmp_path, monkeypatch, capsys):
 def test_python_of_pages_runs(block, capsys):
     names = {}
     exec(block, names)
-    assert capsys.readouterr().out
+    assert capsys.readouterr().out or "print(" not in block
     floats = [x for x in names.values() if isinstance(x, torch.Tensor) and x.is_floating_point()]
     assert floats
     assert all(x.isfinite().all() for x in floats)
     assert all(x.grad.isfinite().all() for x in floats if x.requires_grad and x.is_leaf)
-
-
-@pytest.mark.slow
-def test_readme_finds_what_it_says():
-    """Each query of the example has one key that fits it, the search finds nearly all of them, and `trust` says so."""
-    names = {}
-    exec(BLOCKS[0][1], names)
-    q, k, v = (names[name] for name in "qkv")
-    attended = scram.Attended(names["out"], names["out"][..., 0])
-    # A query whose key is not found is off by its whole size: 2 % of them make .14.
-    assert (scram.measure.output_error(q, k, v, attended, num_queries=256) < 0.3).all()
-    assert "verdict: windows suffice" in str(scram.trust(q, k, v))
 
 
 def test_settings_name_the_default():

@@ -149,6 +149,14 @@ def test_words_of_the_glossary_are_links_where_they_first_stand(site):
     assert many > 30
 
 
+def test_cells_of_wide_tables_name_their_column(site):
+    """On a phone they are cards; a cell that is empty because the one above holds says what that is."""
+    text = (site[0] / "results.html").read_text(encoding="utf-8")
+    assert "<table data-wide>" in text
+    assert '<td data-label="times faster">' in text
+    assert '<td data-label="machine" data-above="H200, cuDNN attention"></td>' in text
+
+
 def test_docstrings_become_markdown(site):
     folder, _ = site
     text = (folder / "api" / "attention.html").read_text(encoding="utf-8")

@@ -25,7 +25,15 @@ Move over the left photograph: the right one shows where that point attends. `sc
 your pictures or tensors. [Open it alone]({EXPLORER})
 
 <iframe class="explorer" src="{EXPLORER}" title="Attention explorer" loading="lazy"></iframe>
+<a class="explorer-link" href="{EXPLORER}"><img src="images/explore.jpg" alt="The attention explorer"></a>
+<script>
+addEventListener("message", ({{ data }}) => {{
+  const frame = document.querySelector("iframe.explorer");
+  if (data && data.scramExplorerHeight) frame.style.height = `${{Math.ceil(data.scramExplorerHeight) + 4}}px`;
+}});
+</script>
 """
+WIDE = 6  # columns from which a table is shown as cards on a phone
 # What no link may be put into: code, links and pictures, HTML.
 KEPT = re.compile(
     r"(?s:```.*?^ *```)|`[^`\n]+`|!?\[[^\]]*\]\([^)]*\)|<[^>]*>|^#.*$|^    .*$|^:::.*$|^-? ?\[.*\]: .*$", re.M
@@ -61,6 +69,33 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     if page.file.src_uri in ("glossary.md", "changelog.md"):
         return ALSO.sub("", markdown)
     return linked(markdown, terms((ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")), f"{up}glossary.md")
+
+
+def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
+    return re.sub(r"<table>.*?</table>", lambda found: labeled(found[0]), content, flags=re.S)
+
+
+def labeled(table: str) -> str:
+    """A wide table whose cells name their column; empty ones of the first two columns also what stands above."""
+    names = [re.sub(r"<[^>]*>", "", cell) for cell in re.findall(r"<th[^>]*>(.*?)</th>", table, re.S)]
+    if len(names) < WIDE:
+        return table
+    above = {0: "", 1: ""}
+
+    def row(found: re.Match[str]) -> str:
+        cells = re.findall(r"<td[^>]*>(.*?)</td>", found[0], re.S)
+        made = []
+        for place, (name, cell) in enumerate(zip(names, cells, strict=True)):
+            plain = re.sub(r"<[^>]*>", "", cell)
+            if place in above and plain:
+                above[place] = plain
+            given = f' data-above="{above[place]}"' if place in above and not plain else ""
+            made.append(f'<td data-label="{name}"{given}>{cell}</td>')
+        return f"<tr>{''.join(made)}</tr>"
+
+    head, body = table.split("<tbody>")
+    body = re.sub(r"<tr>.*?</tr>", row, body, flags=re.S)
+    return f"{head.replace('<table>', '<table data-wide>')}<tbody>{body}"
 
 
 def spaced(markdown: str) -> str:

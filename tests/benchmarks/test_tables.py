@@ -15,7 +15,7 @@ with pytest.MonkeyPatch.context() as patch:
 TEXTS = {page: page.read_text(encoding="utf-8") for page in tables.pages()}
 PLACES = [(found[0], page, found[2]) for page, text in TEXTS.items() for found in tables.MARKS.findall(text)]
 SHOWN = {name: (page, shown) for name, page, shown in PLACES}
-TWICE = ("results-short",)  # in README and on the start page
+TWICE = ("results-short", "sam2-short")  # in README and on the start page
 STORED = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in tables.table_cells.RESULTS.glob("*.json")}
 MADE = {name: functools.cache(make) for name, make in tables.TABLES.items()}
 FIGURE = re.compile(r"\d*\.\d+|\d+(?=%| m?s\b)")  # a measured one: not a size, a width or a count in a label

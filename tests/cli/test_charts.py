@@ -61,5 +61,26 @@ def test_pairs_share_a_color():
 
 
 def test_a_picture_is_written(tmp_path):
-    charts.performance([row(64), row(128)], tmp_path / "chart.png")
-    assert (tmp_path / "chart.png").stat().st_size > 10_000
+    rows = [row(64), row(128), row(64, peak_bytes=2**20), row(128, width=64)]
+    charts.performance(rows, tmp_path / "chart.png", tmp_path / "more.png")
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("chart.png", "more.png"))
+
+
+def test_settings_of_a_family_are_joined_and_dense_attention_is_a_line():
+    points = [
+        charts.Point("sdpa", "sdpa", 0, 1.0, 0.0),
+        charts.Point("scram-clusters-512", "scram-clusters", 512, 0.4, 0.02),
+        charts.Point("scram-clusters-128", "scram-clusters", 128, 0.1, 0.2),
+        charts.Point("mine:f", "mine:f", 0, 3.0, 1e-9),
+    ]
+    axes = Figure().add_subplot()
+    styles = charts.error_against_time(axes, points)
+    dense, clusters, mine = axes.lines
+    assert list(dense.get_xdata()) == [1, 1]
+    assert clusters.get_xdata().tolist() == [0.1, 0.4]
+    assert clusters.get_ydata().tolist() == [0.2, 0.02]
+    assert mine.get_ydata().tolist() == [charts.LEAST_ERROR]
+    assert (clusters.get_label(), mine.get_label()) == ("SCRAM, clusters", "mine:f")
+    assert styles["scram-clusters"][0] == clusters.get_color() != mine.get_color()
+    low, high = axes.get_xlim()
+    assert low < 0.1 < 3 < high

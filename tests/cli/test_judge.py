@@ -85,7 +85,7 @@ def test_a_table_a_picture_and_json(folder):
     assert (found["num_queries"], found["queries"]) == (168, 168)
     rows = found["rows"]
     assert np.max(rows["sdpa"]["p95_error"]["high"]) < 1e-5
-    assert rows["functions:zeros"]["l2_error"] == [pytest.approx([1.0, 1.0])]
+    assert rows["functions:zeros"]["output_error"] == [pytest.approx([1.0, 1.0])]
     assert rows["functions:zeros"]["p95_error"] == rows["functions:Holder.attention"]["p95_error"]
     assert np.max(rows["scram"]["p95_error"]["high"]) < 1e-5  # on so small a grid it is dense
     assert 0.1 < rows["scram-windows"]["median_error"]["value"][0][0] < 9

@@ -288,7 +288,7 @@ ERRORS = [
     (lambda: matches(kappa=0), ValueError, r"at least one match per query, kappa >= 1, got \(2, 4, 5, 6, 0\)"),
     # Plans.
     (attend(scale=10**400), ValueError, "scale must fit a float, got an int of 1329 bits"),
-    (lambda: Rung(Setting(), 1, l2=-0.5), ValueError, "l2 must not be negative, got -0.5"),
+    (lambda: Rung(Setting(), 1, output_error=-0.5), ValueError, "output_error must not be negative, got -0.5"),
     (lambda: checks.share("split", 1.5), ValueError, r"split must be in \[0, 1\], got 1.5"),
     (lambda: Setting(radius=()), ValueError, r"radius must be an int or have 1 to 4 values.* got \(\)"),
     # The truth and the measures.

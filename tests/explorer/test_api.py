@@ -20,6 +20,7 @@ def test_the_figures_are_those_of_trust(known):
     quality = known.page.numbers["quality"]
     assert quality["mass"] == pytest.approx(float(trusted.mass.value.mean()), rel=1e-4)
     for head, one in enumerate(quality["heads"]):
+        assert one["output"] == pytest.approx(float(trusted.tail_output_error[0, head]), rel=1e-3)
         assert one["median"] == pytest.approx(float(trusted.tail_median_error.value[0, head]), rel=1e-3)
         assert one["p95"] == pytest.approx(float(trusted.tail_p95_error.value[0, head]), rel=1e-3)
     grown = [sum(one) for one in quality["sweeps"]]

@@ -107,7 +107,7 @@ def test_numbers_are_those_of_attend(visit, known):
     assert routed > 0.01
     assert number(page, "Weight of the clusters") == pytest.approx(1 - held - routed, abs=0.01)
     error = float((joined.out[at] - exact.out[at]).norm()) / known.page.numbers["rms"][0]
-    assert number(page, "Output error") == pytest.approx(error, abs=0.02)
+    assert number(page, "Error of this query") == pytest.approx(error, abs=0.02)
     assert sum(attended(page)["scram"]) == pytest.approx(1, abs=1e-3)
     assert "captured" not in page.locator("#quality").inner_text()
     assert f"{100 * known.page.numbers['quality']['mass']:.1f} %" in page.locator("#quality").inner_text()
@@ -398,3 +398,21 @@ def test_a_notebook_frame_shows_the_page(visit, known, tmp_path):
     frame.locator("html[data-ready=yes]").wait_for(state="attached")
     frame.locator("#keys").press("ArrowUp")
     assert frame.locator("#matches tbody tr").count() == 3
+
+
+def test_a_page_that_frames_it_is_told_the_height_of_all_controls(browser, known, tmp_path):
+    outer = tmp_path / "outer.html"
+    outer.write_text(
+        f"""<iframe src="{known.path.as_uri()}" width="900" height="300"></iframe><script>
+        addEventListener("message", ({{ data }}) => {{ window.told = data.scramExplorerHeight; }});
+        </script>"""
+    )
+    page = browser.new_page()
+    page.goto(outer.as_uri())
+    page.wait_for_function("window.told > 0")
+    frame = page.frames[1]
+    settle(frame)
+    bottom = frame.locator("#png").bounding_box()
+    top = page.locator("iframe").bounding_box()["y"]
+    assert bottom["y"] + bottom["height"] - top <= page.evaluate("window.told") < 4000
+    page.close()

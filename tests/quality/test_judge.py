@@ -45,7 +45,7 @@ def test_an_error_that_is_known_is_found():
         assert (interval.low == interval.value).all()
         assert (interval.high == interval.value).all()  # all queries were looked at
     whole = math.sqrt((100 + 4 * 40 + 64 * 4) / 144)
-    torch.testing.assert_close(found.l2_error, torch.tensor([[whole, whole / 2]]), rtol=1e-4, atol=0)
+    torch.testing.assert_close(found.output_error, torch.tensor([[whole, whole / 2]]), rtol=1e-4, atol=0)
     assert found.worst == (0, 0)
 
 
@@ -74,7 +74,7 @@ def test_dense_attention_is_exact_in_both_layouts(key_heads):
         scram.judge(sdpa, q, k, v, layout="sdpa", name="torch"),
         scram.judge(lambda q, k, v: scram.exact_attention(q, k, v).out, q, k, v, num_queries=50),
     ):
-        assert found.l2_error.shape == (2, 4)
+        assert found.output_error.shape == (2, 4)
         assert found.p95_error.value.max() < 1e-5
     masked = torch.ones(2, 12, 12, dtype=torch.bool)
     masked[:, 6:] = False

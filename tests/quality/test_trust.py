@@ -37,7 +37,7 @@ def test_all_queries_give_what_the_measures_give(name):
     wide = {"scale": how.get("scale"), **same}
     mass = scram.measure.captured_mass(q, k, attended, **wide)
     torch.testing.assert_close(found.mass.value, mass)
-    torch.testing.assert_close(found.l2_error, scram.measure.output_error(q, k, v, attended, **wide))
+    torch.testing.assert_close(found.output_error, scram.measure.output_error(q, k, v, attended, **wide))
     separation = how["search"].separation
     torch.testing.assert_close(found.recall.value, scram.measure.recall(q, k, matches, separation=separation, **same))
     exact = scram.exact_attention(q, k, v, **wide).out
@@ -82,9 +82,9 @@ def test_the_error_with_clusters_is_that_of_attention(name, sample):
     error = relative(off, size)
     torch.testing.assert_close(found.tail_median_error.value, error.quantile(0.5, -1), **close)
     torch.testing.assert_close(found.tail_p95_error.value, error.quantile(0.95, -1), **close)
-    torch.testing.assert_close(found.tail_l2_error, off.norm(dim=-1) / size.norm(dim=-1), **close)
-    assert (found.tail_l2_error < found.l2_error).all()
-    assert (found.tail_l2_error > 1e-4).all() == (name not in ("all keys", "auto"))  # of 576
+    torch.testing.assert_close(found.tail_output_error, off.norm(dim=-1) / size.norm(dim=-1), **close)
+    assert (found.tail_output_error < found.output_error).all()
+    assert (found.tail_output_error > 1e-4).all() == (name not in ("all keys", "auto"))  # of 576
 
 
 def test_a_codebook_is_used_as_it_is():
@@ -112,7 +112,7 @@ def test_the_tail_is_that_of_attention():
     for how in ({"tail": None}, {"score": lambda q, k: (q * k).sum(-1)}):
         found = scram.trust(q, k, v, search=SEARCH, **how)
         assert found.tail is None
-        assert found.tail_l2_error.isnan().all()
+        assert found.tail_output_error.isnan().all()
         assert found.tail_median_error.value.isnan().all()
         assert found.verdict == "dense"
         assert found.cost.tail == found.cost.sparse
@@ -192,9 +192,9 @@ def test_no_match_holds_nothing():
     for index in (none.index, torch.full_like(found.index, 144)):
         trust = scram.trust(q, k, v, matches=scram.Matches(index, found.score, found.key_grid), seed=4)
         assert trust.mass.value == 0
-        torch.testing.assert_close(trust.l2_error, torch.ones(1, 1))
-        assert trust.tail_l2_error < 1e-5  # as many clusters as keys
-        assert not trust.l2_error.requires_grad
+        torch.testing.assert_close(trust.output_error, torch.ones(1, 1))
+        assert trust.tail_output_error < 1e-5  # as many clusters as keys
+        assert not trust.output_error.requires_grad
 
 
 def test_the_sample_is_seeded():
@@ -224,4 +224,4 @@ def test_autocast_does_not_blur_it():
     matches = scram.search(q, k, search=SEARCH)
     plain = scram.trust(q, k, v, matches=matches)
     with torch.autocast("cpu", torch.bfloat16):
-        assert (scram.trust(q, k, v, matches=matches).l2_error == plain.l2_error).all()
+        assert (scram.trust(q, k, v, matches=matches).output_error == plain.output_error).all()

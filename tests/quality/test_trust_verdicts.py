@@ -14,16 +14,16 @@ def test_sharp_and_coherent_is_sparse():
     q, k, v = coherent(sharpness=25, noise=0.05)
     found = scram.trust(q, k, v, search=scram.Search(seed=0, sweeps=12), scale=1.0)
     assert (found.verdict, found.verdicts) == ("sparse", [["sparse"]])
-    assert "verdict: windows suffice: in the worst head 95 % of the queries are at most" in str(found)
+    assert "verdict: windows suffice: in the worst head output error under 0.05 %, 95th percentile" in str(found)
     assert found.code.endswith("search=scram.Search(sweeps=12, seed=0), tail=None, scale=1.0)")
 
 
 def test_diffuse_is_for_the_tail():
     found = scram.trust(*diffuse(heads=2, size=48), search=SEARCH)
     assert found.verdicts == [["tail"] * 4]
-    off = 100 * float(found.tail_p95_error.value.max())
-    assert "use the tail: in the worst head 95 % of the queries are at most" in found.reason
-    assert f"off with the windows alone, {off:.1f} % with 512 clusters + 1152 keys" in str(found)
+    whole, off = (100 * float(x.max()) for x in (found.tail_output_error, found.tail_p95_error.value))
+    assert "use the tail: in the worst head output error" in found.reason
+    assert f" with the windows alone; {whole:.1f} % and {off:.1f} % with 512 clusters + 1152 keys" in str(found)
     assert (
         found.code == "scram.attention(q, k, v, search=scram.Search(seed=0), tail=scram.Clusters(count=512, keys=1152))"
     )
@@ -31,7 +31,7 @@ def test_diffuse_is_for_the_tail():
     for interval in (found.median_error, found.tail_median_error, found.tail_p95_error):
         value, low, high = (float(x[0, 0]) for x in interval)
         assert f"{value:.3f} [{low:.3f}, {high:.3f}]" in head
-    assert f"{float(found.tail_l2_error[0, 0]):.4f}" in head
+    assert f"{float(found.tail_output_error[0, 0]):.4f}" in head
 
 
 def test_what_no_tail_mends_stays_dense():
@@ -131,7 +131,7 @@ def made(
     setting = Setting(SEARCH, scram.Clusters(count=64) if tail else None)
     wide, after = interval(*error), interval(*tail_error)
     return Trust(
-        share, share, wide, wide, known, after, after, known, Cost(*cost), setting, {}, budget, None, 10, 20, 0
+        known, wide, wide, known, after, after, share, share, Cost(*cost), setting, {}, budget, None, 10, 20, 0
     )
 
 

@@ -70,7 +70,7 @@ def test_errors_are_those_of_the_definition():
     each = (out - exact).norm(dim=-1).flatten(2) / rms.unsqueeze(-1)
     torch.testing.assert_close(found.p95.value, each.quantile(0.95, -1), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(found.median.value, each.quantile(0.5, -1), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found.l2, (out - exact).flatten(2).norm(dim=-1) / exact.flatten(2).norm(dim=-1))
+    torch.testing.assert_close(found.output, (out - exact).flatten(2).norm(dim=-1) / exact.flatten(2).norm(dim=-1))
     worst = float(found.p95.high.max())
     assert found.worst[2] == worst
     assert found.keeps(worst * 1.001)
@@ -127,7 +127,7 @@ def test_sizes_are_of_the_queries_that_count():
     found = Truth.of(q, k, v, **how).errors(exact + 0.1)
     rms = exact.flatten(2, 3)[:, :, 50:].square().sum(-1).mean(-1).sqrt()
     torch.testing.assert_close(found.median.value, (5 * 0.01) ** 0.5 / rms, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found.l2, (5 * 0.01) ** 0.5 / rms, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.output, (5 * 0.01) ** 0.5 / rms, rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_not_finite_is_infinitely_far_off():

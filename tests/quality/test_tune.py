@@ -309,7 +309,7 @@ def test_every_kind_of_call(how, clock):
     assert found
     if not plan.dense:
         assert found.errors.worst[0] == pytest.approx(rung.error[0], rel=1e-4)
-        assert float(found.errors.l2.max()) == pytest.approx(rung.l2, rel=1e-4)
+        assert float(found.errors.output.max()) == pytest.approx(rung.output_error, rel=1e-4)
     assert plan(q, k, v, **given).isfinite().all()
     assert len([rung for rung in plan.rungs if rung.seconds is not None]) >= 2
 

@@ -191,11 +191,11 @@ def denoise(
     sigma: Annotated[float | None, Option(min=0.1, max=255, help="Noise level of 255; else it is estimated.")] = None,
     add_noise: Annotated[float | None, Option(min=0.1, max=255, help="First add noise; shows PSNR.")] = None,
     rivals: Annotated[bool, Option(help="With --add-noise, also run scikit-image and OpenCV.")] = True,
-    fast: Annotated[bool, Option("--fast", help="Of a picture: non-local means, in one pass.")] = False,
-    patch: Annotated[int | None, Option(min=1, help="--fast, films: side of patches, odd; gray 7, color 5.")] = None,
-    strength: Annotated[float | None, Option(help="--fast, films: bandwidth of weights in units of noise.")] = None,
-    matches: Annotated[int | None, Option(min=1, max=64, help="--fast: windows per pixel; 2.")] = None,
-    radius: Annotated[int | None, Option(min=0, max=64, help="--fast, films: of the windows; 5, 3.")] = None,
+    fast: Annotated[bool, Option("--fast", help="Non-local means, in one pass.")] = False,
+    patch: Annotated[int | None, Option(min=1, help="--fast: side of patches, odd; gray 7, color 5.")] = None,
+    strength: Annotated[float | None, Option(help="--fast: bandwidth of weights in units of noise.")] = None,
+    matches: Annotated[int | None, Option(min=1, max=64, help="--fast, pictures: windows per pixel; 2.")] = None,
+    radius: Annotated[int | None, Option(min=0, max=64, help="--fast: of the windows; 5, films 3.")] = None,
     reach: Annotated[int, Option(min=0, max=16, help="Of a film: frames on either side that are used.")] = 2,
     device: Device = "cpu",
     seed: Annotated[int, Option(min=0, help="Seed of the search and of added noise.")] = 0,
@@ -212,7 +212,10 @@ def denoise(
         if arguments.is_film(image):
             from .denoise_film import run as run_film
 
-            film = run_film(Path(image), out, sigma, add_noise, {**changed, "reach": reach, "seed": seed}, device)
+            changed |= {"reach": reach, "seed": seed}
+            film = run_film(
+                Path(image), out, sigma=sigma, add_noise=add_noise, fast=fast, changed=changed, device=device
+            )
             film.finish(out / "denoise.json", as_json)
             return
         is_sample = arguments.is_photograph(image)

@@ -25,6 +25,21 @@ MODES = get_args(Mode)[1:]
 BENCH_PATCH = 7
 PARTS = ("forward", "backward", "search", "flex")
 BACKENDS = ("sdpa", "scram", "scram-windows", "scram-paper", "full", "local", "flex-local", "natten", "brute-force")
+# Families of `scram judge` whose settings differ in a number, the end of the name: `scram-clusters-512`.
+FAMILIES: dict[str, tuple[int, ...]] = {
+    "scram-clusters": (128, 256, 512, 1024),
+    "scram-search": (256, 1024),
+    "local-blocks": (3, 5),
+    "best-blocks": (4, 16, 64),
+    "flex-blocks": (4, 16, 64),
+    "block-means": (4, 16, 64),
+    "random-features": (64, 256, 1024),
+    "top-k": (16, 64, 256),
+}
+FRONTIER = (
+    *("sdpa", "scram", "scram-windows", "scram-paper", "natten"),
+    *(f"{family}-{number}" for family, numbers in FAMILIES.items() for number in numbers),
+)
 JUDGED = ("sdpa", "scram", "scram-windows")  # without --backend
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 LAYOUTS = get_args(JudgedLayout)
@@ -143,14 +158,22 @@ def check_of_tensors(name: str, axes: str | None, grid: str | None, size: int | 
 
 
 def check_backends(names: Sequence[str]) -> list[str]:
-    """Names of `scram judge`, or a user's function as module:function; each once."""
+    """Names of `scram judge`, or a user's function as module:function; each once. "frontier" is many."""
     for name in names:
         module, colon, function = name.partition(":")
         parts = [*module.split("."), *function.split(".")] if colon else []
-        if name not in BACKENDS and not (parts and all(part.isidentifier() for part in parts)):
-            hint = _nearest(name, BACKENDS)
-            raise ValueError(f"backend must be {', '.join(BACKENDS)} or module:function, got {name}{hint}")
-    return list(dict.fromkeys(names))
+        is_function = bool(parts) and all(part.isidentifier() for part in parts)
+        if name not in (*BACKENDS, "frontier") and not is_function and family_of(name) is None:
+            shown = (*BACKENDS, *(f"{family}-NUMBER" for family in FAMILIES), "frontier")
+            hint = _nearest(name, (*BACKENDS, *FRONTIER, "frontier"))
+            raise ValueError(f"backend must be {', '.join(shown)} or module:function, got {name}{hint}")
+    return list(dict.fromkeys(one for name in names for one in (FRONTIER if name == "frontier" else (name,))))
+
+
+def family_of(name: str) -> tuple[str, int] | None:
+    """Family and number of a backend: "top-k-64" is ("top-k", 64); None for one without a number."""
+    family, _, number = name.rpartition("-")
+    return (family, int(number)) if family in FAMILIES and number.isdecimal() and int(number) > 0 else None
 
 
 def one_of(what: str, value: str, names: Sequence[str]) -> Any:

@@ -46,7 +46,7 @@ def run(
         late = [row for row in rows if row.get("skipped") == measuring.LATE]
         if len(late) == len(rows) and not stopped:
             raise ValueError("there was no time to measure anything; give --budget more seconds")
-        charts.performance(rows, out / "bench.png")
+        charts.performance(rows, out / "bench.png", out / "bench_more.png")
         _print(rows, results, out / "bench.png", late, as_json)
     if stopped:
         fail("interrupted" + "; what was measured is kept, --resume continues" * bool(rows), INTERRUPTED)
@@ -61,7 +61,7 @@ def _print(rows: list[Row], results: Results, plot: Path, late: list[Row], as_js
     screen = console()
     for table in tables(rows):
         screen.print(table)
-    typer.echo(f"rows: {results.path}; plot: {plot}")
+    typer.echo(f"rows: {results.path}; plots: {plot}, {plot.with_stem('bench_more')}")
     packages = {row["failed"].split()[0] for row in rows if row.get("failed", "").endswith("is not installed")}
     if packages:
         typer.echo(not_installed(", ".join(sorted(packages)), "cli", "bench"))

@@ -1,9 +1,8 @@
 """Charts: lines in colors that everyone can tell apart, with a marker each, and log-log plots with slopes."""
 
 from collections.abc import Mapping, Sequence
-from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -34,7 +33,55 @@ STYLES = {
 PALETTE = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 EXACT = ("full attention", "torch SDPA")  # their error is the rounding alone
 MARKERS = ("o", "s", "^", "v", "D", "<", ">", "X")
+LEAST_ERROR = 1e-4  # errors below are drawn there: rounding
+DENSE = "sdpa"  # drawn as the line that others are compared with
+Style = tuple[str, str]  # color, marker
 Series = dict[tuple[str, int, bool, str], list[measuring.Row]]
+
+
+class Point(NamedTuple):
+    """One setting of an attention: its error and its time."""
+
+    name: str
+    family: str
+    number: int  # of the setting within its family
+    of_dense: float  # its time over that of dense attention
+    error: float
+
+
+# Of the families of `scram judge`; SCRAM is warm and thick, all others are cool or gray.
+FAMILY_STYLES: dict[str, Style] = {
+    "scram": ("#B03A00", "*"),
+    "scram-clusters": ("#D55E00", "o"),
+    "scram-search": ("#E69F00", "D"),
+    "scram-windows": ("#C9A227", "d"),
+    "scram-paper": ("#8F7A1E", "P"),
+    "local-blocks": ("#CC79A7", ">"),
+    "best-blocks": ("#0072B2", "^"),
+    "flex-blocks": ("#56B4E9", "v"),
+    "block-means": ("#009E73", "s"),
+    "random-features": ("#7A7A7A", "X"),
+    "top-k": ("#000000", "h"),
+    "natten": ("#882255", "p"),
+    DENSE: ("#555555", "o"),
+}
+# Of functions that have no family.
+OTHERS = ("#332288", "#117733", "#AA4499", "#6699CC", "#661100", "#44AA99", "#888888", "#DDCC77")
+FAMILY_NAMES = {
+    "scram": "SCRAM, default",
+    "scram-clusters": "SCRAM, clusters",
+    "scram-search": "SCRAM, clusters and search",
+    "scram-windows": "SCRAM, windows only",
+    "scram-paper": "SCRAM, paper",
+    "local-blocks": "local blocks",
+    "best-blocks": "best blocks",
+    "flex-blocks": "best blocks, FlexAttention",
+    "block-means": "best blocks and means",
+    "random-features": "random features",
+    "top-k": "top-k, an oracle",
+    "natten": "NATTEN",
+    DENSE: "torch's dense attention",
+}
 
 
 def new_figure(width: float, height: float, title: str, **style: Any) -> Figure:
@@ -52,35 +99,40 @@ def series(rows: Sequence[measuring.Row]) -> Series:
     return by_contender
 
 
-def performance(rows: Sequence[measuring.Row], path: Path) -> None:
-    """Time and peak memory against the number of pixels, log-log, one column for each width."""
-    widths = sorted({row["width"] for row in rows})
+def performance(rows: Sequence[measuring.Row], path: Path, more: Path) -> None:
+    """Times of the forward pass of the widest features at `path`; everything else, a panel below the other, at `more`.
+
+    All against the number of pixels, log-log.
+    """
     wanted = [
-        ("attention", False, "least", "forward", "seconds"),
-        ("attention", False, "output_error", "output error, forward; exact attention is left out", "relative error"),
-        ("attention", True, "least", "forward and backward", "seconds"),
-        ("attention", False, "peak_bytes", "peak memory, forward", "MiB"),
-        ("attention", True, "peak_bytes", "peak memory, forward and backward", "MiB"),
-        ("search", False, "least", "search alone, index building included", "seconds"),
+        ("attention", False, "least", "Time, forward", "seconds"),
+        ("attention", False, "output_error", "Output error, forward; exact attention is left out", "output error"),
+        ("attention", True, "least", "Time, forward and backward", "seconds"),
+        ("attention", False, "peak_bytes", "Peak memory, forward", "MiB"),
+        ("attention", True, "peak_bytes", "Peak memory, forward and backward", "MiB"),
+        ("search", False, "least", "Time of a search alone, index building included", "seconds"),
     ]
-    measured = {(row["kind"], row["backward"], quantity) for row in rows for quantity in row if _shown(row, quantity)}
-    shown = [one for one in wanted if one[:3] in measured]
-    down = max(1, len(shown))
-    across = len(widths)
+    panels: list[tuple[str, str, str, dict[str, list[measuring.Row]]]] = []
+    for width in sorted({row["width"] for row in rows}, reverse=True):
+        for kind, backward, quantity, name, unit in wanted:
+            own = [kind, width, backward]
+            panel = {contender: some for (*of, contender), some in series(rows).items() if of == own}
+            if any(_shown(row, quantity) for some in panel.values() for row in some):
+                panels.append((f"{name}; width {width}", quantity, unit, panel))
     machine = rows[0]["machine"]
     where = machine["gpu"] or f"{counted(machine['threads'], 'thread')} of {machine['cpu']}"
     continued = any("about" in row for row in rows)
     note = "fastest of several calls; hollow: continued from smaller sizes" if continued else "fastest call"
-    title = f"Attention over pictures: {where}; {note}"
-    figure = new_figure(8.4 * across, 4.0 * down + 0.4, title, fontsize=14)
-    for place, ((kind, backward, quantity, name, unit), width) in enumerate(product(shown, widths), 1):
-        panel = {contender: some for (*of, contender), some in series(rows).items() if of == [kind, width, backward]}
-        if any(_shown(row, quantity) for some in panel.values() for row in some):
-            axes = figure.add_subplot(down, across, place)
-            _loglog(axes, panel, quantity)
-            axes.set_title(f"{name}; width {width}", loc="left", color=INK)
-            axes.set(xlabel="pixels = queries = keys", ylabel=unit)
-    figure.savefig(path)
+    for target, some in ((path, panels[:1]), (more, panels[1:])):
+        if some:
+            figure = new_figure(7.2, 6.4 * len(some) + 0.5, f"{where}\n{note}", fontsize=12)
+            for place, (name, quantity, unit, panel) in enumerate(some, 1):
+                axes = figure.add_subplot(len(some), 1, place)
+                _loglog(axes, panel, quantity)
+                axes.set_title(name, loc="left", color=INK, fontsize=13)
+                axes.set_xlabel("pixels = queries = keys", fontsize=12)
+                axes.set_ylabel(unit, fontsize=12)
+            figure.savefig(target)
 
 
 def _shown(row: measuring.Row, quantity: str) -> bool:
@@ -103,7 +155,8 @@ def _loglog(axes: Axes, lines: dict[str, list[measuring.Row]], quantity: str) ->
             label += f"\n(no memory for {beyond['size']}²)"
         color, marker = STYLES.get(contender, ("#999999", "."))
         dash = (0, (4, 1.5)) if contender.startswith("flex ") else "-"
-        style: dict[str, Any] = {"color": color, "marker": marker, "markersize": 6, "linewidth": 1.6}
+        thick = 2.6 if contender.startswith("SCRAM") else 1.4
+        style: dict[str, Any] = {"color": color, "marker": marker, "markersize": 6, "linewidth": thick}
         axes.plot([n * n for n, _ in points], [y for _, y in points], label=label, linestyle=dash, **style)
         # Only the next size is continued: from there on it would be a guess from a guess.
         if "about" in beyond and quantity == "least":
@@ -117,7 +170,73 @@ def _loglog(axes: Axes, lines: dict[str, list[measuring.Row]], quantity: str) ->
         axes.set_yticks([0.01, 0.03, 0.1, 0.3, 1.0], [".01", ".03", ".1", ".3", "1"])
     axes.minorticks_off()
     axes.grid(True, color="#dddddd", linewidth=0.6)
-    axes.legend(fontsize=9, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.02))
+    axes.tick_params(labelsize=12)
+    axes.legend(fontsize=11, frameon=False, loc="upper center", bbox_to_anchor=(0.45, -0.14), ncols=2)
+
+
+def error_against_time(axes: Axes, points: Sequence[Point], labels: bool = True) -> dict[str, Style]:
+    """Settings as points, those of a family joined: output error against time. Lower left is better.
+
+    Dense attention is the line at 1; what is right of it takes longer than exact attention does.
+
+    Returns:
+        the color and marker of each family.
+    """
+    families: dict[str, list[Point]] = {}
+    for point in points:
+        families.setdefault(point.family, []).append(point)
+    unknown = iter(zip(OTHERS, MARKERS, strict=True))
+    styles = {name: FAMILY_STYLES.get(name) or next(unknown, ("#999999", ".")) for name in families}
+    times = [point.of_dense for point in points] or [1.0]
+    axes.set(xscale="log", yscale="log", xlim=(min(0.5, *times) / 1.5, max(2.5, *times) * 1.5))
+    axes.axvspan(1.0, axes.get_xlim()[1], color="#eeeeee", zorder=0)
+    axes.axvline(1.0, color="#555555", linewidth=1.2, zorder=1)
+    for name, some in families.items():
+        if name == DENSE:
+            continue
+        color, marker = styles[name]
+        ours = name.startswith("scram")
+        line = sorted(some, key=lambda point: point.number)
+        axes.plot(
+            [point.of_dense for point in line],
+            [max(point.error, LEAST_ERROR) for point in line],
+            color=color,
+            marker=marker,
+            markersize=15 if name == "scram" else 7,
+            markeredgecolor="white",
+            linewidth=2.6 if ours else 1.3,
+            zorder=4 if ours else 3,
+            label=FAMILY_NAMES.get(name, name),
+        )
+    axes.set_xlabel("time of a call, of that of dense attention")
+    axes.set_ylabel("output error, worst head")
+    ticks = [x for x in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100) if _within(x, axes.get_xlim())]
+    axes.set_xticks(ticks, [f"{x:g}" if x >= 1 else f"1/{round(1 / x)}" for x in ticks])
+    error_axis(axes, "y")
+    axes.grid(True, color="#dddddd", linewidth=0.6)
+    if labels and set(families) - {DENSE}:
+        axes.legend(fontsize=9, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return styles
+
+
+def _within(x: float, ends: tuple[float, float]) -> bool:
+    return ends[0] <= x <= ends[1]
+
+
+def error_axis(axes: Axes, which: str) -> None:
+    """From the least error that is drawn to one as large as the output, the same in all pictures where they fit."""
+    low, high = axes.dataLim.intervaly if which == "y" else axes.dataLim.intervalx
+    limits = (min(3e-3, max(low, LEAST_ERROR)) * 0.7, max(1.4, min(high * 1.2, 14.0)))
+    ticks = {1e-4: f"≤ {LEAST_ERROR:g}", 1e-3: ".001", 0.01: ".01", 0.03: ".03", 0.1: ".1", 0.3: ".3", 1.0: "1"}
+    shown = {x: text for x, text in ticks.items() if _within(x, limits)}
+    if which == "y":
+        axes.set_ylim(limits)
+        axes.set_yticks(list(shown), list(shown.values()))
+    else:
+        axes.set_xscale("log")
+        axes.set_xlim(limits)
+        axes.set_xticks(list(shown), list(shown.values()))
+    axes.minorticks_off()
 
 
 def lines(

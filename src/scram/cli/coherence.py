@@ -101,7 +101,7 @@ def draw(rows: list[Numbers], path: Path, size: int) -> None:
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     title = f"What the search gains from spatial coherence ({size} x {size}, 8 sweeps)"
     figure = charts.new_figure(5.6 * len(kinds), 8.6, title)
-    labels = {"recall": "recall@1", "output_error": "relative error of the output"}
+    labels = {"recall": "recall@1", "output_error": "output error"}
     for place, (quantity, kind) in enumerate(product(labels, kinds), 1):
         shuffled = kind != "synthetic field"
         what = "side of the shuffled blocks of keys, points" if shuffled else "correlation length, points"

@@ -25,7 +25,7 @@ ALLOCATORS = ("DefaultCPUAllocator", "CUDA out of memory")  # of torch, in Runti
 MEANING = {
     "recall@1": "share of queries whose best key was found",
     "captured mass": "share of the exact softmax weights that the attended keys hold",
-    "output error": "|output - exact output| / |exact output|",
+    "output error": "||out - exact|| / ||exact|| over the queries of a head",
 }
 
 

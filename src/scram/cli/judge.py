@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from math import inf, prod
@@ -27,8 +28,8 @@ from ..quality.judge import Attention, Judge, Judgment
 from ..quality.tables import in_words
 from ..quality.timing import memory_status
 from ..settings import Search
-from . import INTERRUPTED, charts, rivals
-from .arguments import BACKENDS
+from . import INTERRUPTED, baselines, charts, rivals
+from .arguments import BACKENDS, FAMILIES, family_of
 from .console import Numbers, console, fail, numbers_table, progress
 from .measuring import alarm
 from .pictures import INK
@@ -36,10 +37,10 @@ from .provenance import made_with
 from .tensors import Layout, read
 
 LINES_SHOWN = 24  # of the table; if all heads of all backends need more, the worst of each is shown
-LEAST_SHOWN = 1e-4  # errors below are drawn there: rounding
+MOST_LISTED = 12  # backends whose heads are drawn one by one
 MEASURES = (
-    "median, 95th percentile: over the queries, |out - exact| / RMS |exact| of the head, with 95 % intervals",
-    "L2 error: ||out - exact|| / ||exact|| over the sampled queries; few queries dominate it",
+    "output error: ||out - exact|| / ||exact|| over the sampled queries of a head; few queries dominate it",
+    "95th percentile, median: of the error of a query, |out - exact| / RMS |exact| of the head, with 95 % intervals",
     "CPU: of all threads; x dense: times faster than torch's dense attention in the same run; MiB: peak memory",
 )
 UNSTEADY = "?: repeated times differ by more than a third: the machine was busy, judge again"
@@ -140,7 +141,37 @@ def backend(name: str, q: Tensor, k: Tensor, causal: bool) -> Attention:
             sys.path.insert(0, "")  # a file in this folder
         imported: Attention = attrgetter(function)(import_module(module))
         return imported
+    found = family_of(name)
+    if found is not None:
+        family, number = found
+        if causal and not family.startswith("scram"):
+            raise ValueError("takes no causal order")
+        return _SETTINGS[family](number, q, k, causal)
     return _OURS[name](q, k, causal)
+
+
+def _scram(count: int, q: Tensor, k: Tensor, causal: bool, searches: bool = False) -> Attention:
+    """SCRAM with so many clusters and twice as many routed keys; without a search, or with that of the default."""
+    search, tail = rivals.default_setting(q.device.type, 0)
+    clusters = replace(tail, count=count, keys=2 * count)
+    return partial(attention, causal=causal, search=search if searches else None, tail=clusters)
+
+
+def _blocks(call: Callable[..., Tensor], q: Tensor, k: Tensor, **settings: Any) -> Attention:
+    """A baseline of blocks: for one grid of queries and keys."""
+    if q.shape[1:-1] != k.shape[1:-1]:
+        raise ValueError(f"takes equal grids and heads of queries and keys, got {_shape(q, k)}")
+    there = len(baselines.blocks_of(q.shape[2:-1], q.device).points)
+    if settings.get("count", 0) >= there:
+        raise ValueError(f"there are {there} blocks, so it would be dense attention")
+    return lambda q, k, v: call(q, k, v, q.shape[-1] ** -0.5, **settings)
+
+
+def _over_all(call: Callable[..., Tensor], q: Tensor, k: Tensor, count: int) -> Attention:
+    """A baseline that takes any grids."""
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(f"takes equal heads of queries and keys, got {_shape(q, k)}")
+    return lambda q, k, v: call(q, k, v, q.shape[-1] ** -0.5, count=count)
 
 
 def _rival(call: rivals.Attention, q: Tensor, k: Tensor, causal: bool, dense: bool = False) -> Attention:
@@ -177,6 +208,17 @@ _OURS: dict[str, Callable[[Tensor, Tensor, bool], Attention]] = {
     "brute-force": _plain(rivals.brute_force),
 }
 assert tuple(_OURS) == BACKENDS
+_SETTINGS: dict[str, Callable[[int, Tensor, Tensor, bool], Attention]] = {
+    "scram-clusters": _scram,
+    "scram-search": partial(_scram, searches=True),
+    "local-blocks": lambda number, q, k, causal: _blocks(baselines.block_sparse, q, k, reach=number // 2),
+    "best-blocks": lambda number, q, k, causal: _blocks(baselines.block_sparse, q, k, count=number),
+    "flex-blocks": lambda number, q, k, causal: _blocks(baselines.flex_blocks, q, k, count=number),
+    "block-means": lambda number, q, k, causal: _blocks(baselines.block_sparse, q, k, count=number, means=True),
+    "random-features": lambda number, q, k, causal: _over_all(baselines.random_features, q, k, number),
+    "top-k": lambda number, q, k, causal: _over_all(baselines.top_keys, q, k, number),
+}
+assert tuple(_SETTINGS) == tuple(FAMILIES)
 
 
 def _shape(q: Tensor, k: Tensor) -> str:
@@ -213,9 +255,9 @@ def table(rows: dict[str, Judgment | str], about: Numbers) -> Table:
     headings = (
         "backend",
         "head",
-        "median error",
+        "output error",
         "95th percentile",
-        "L2 error",
+        "median",
         "time (spread)",
         "CPU",
         "x dense",
@@ -231,7 +273,7 @@ def table(rows: dict[str, Judgment | str], about: Numbers) -> Table:
             continue
         for number, at in enumerate(every if all_heads else [one.worst]):
             head = f"{at[0]}, {at[1]}" if batches > 1 else str(at[1])
-            errors = one.median_error.cell(*at), one.p95_error.cell(*at), f"{float(one.l2_error[at]):.4f}"
+            errors = f"{float(one.output_error[at]):.4f}", one.p95_error.cell(*at), one.median_error.cell(*at)
             cells = (head, *(re.sub(r"\b0\.", ".", cell) for cell in errors))
             lines.append((name, *cells, *_time(one)) if number == 0 else ("", *cells))
     worst = "" if all_heads else f"; the worst of {len(every)} heads"
@@ -255,50 +297,38 @@ def _time(one: Judgment) -> tuple[str, ...]:
 
 
 def draw(judgments: list[Judgment], path: Path, title: str) -> None:
-    """Left: error of the worst head against time. Right: the errors of all heads."""
-    figure = charts.new_figure(13, 1.6 + max(4.4, 0.5 * len(judgments)), title)
-    left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
-    styles = [(charts.PALETTE[n % 8], charts.MARKERS[n % 8]) for n in range(len(judgments))]
-    for one, (color, marker) in zip(judgments, styles, strict=True):
-        value, low, high = (max(_finite(x[one.worst]), LEAST_SHOWN) for x in one.p95_error)
-        style: dict[str, Any] = {"color": color, "marker": marker, "markersize": 8, "capsize": 4, "linestyle": "none"}
-        left.errorbar([one.ratio], [value], [[value - low], [max(high - value, 0.0)]], **style)
-    left.axvline(1.0, color="#999999", linewidth=1, linestyle=":")
-    left.set(xscale="log", yscale="log", xlabel="times faster than dense attention in the same run")
-    left.set_ylabel("95th percentile of the error, worst head")
-    left.set_title(
-        "right: faster; down: nearer to exact attention (colors as on the right)", loc="left", color=INK, fontsize=10
-    )
-    left.xaxis.set_major_formatter("{x:g}")
-    for row, (one, (color, marker)) in enumerate(zip(judgments, styles, strict=True)):
-        for interval, face, size in ((one.median_error, "white", 6), (one.p95_error, color, 6)):
-            values = [max(_finite(x), LEAST_SHOWN) for x in interval.value.flatten()]
-            right.plot(
-                values, [row] * len(values), marker, color=color, markerfacecolor=face, markersize=size, alpha=0.8
-            )
-    right.set_yticks(range(len(judgments)), [one.name for one in judgments], fontweight="bold")
-    for label, (color, _) in zip(right.get_yticklabels(), styles, strict=True):
-        label.set_color(color)
-    right.set_ylim(len(judgments) - 0.5, -0.5)
-    right.set(xscale="log", xlabel="error of a query / RMS of the head")
-    right.set_title("every head: median (hollow), 95th percentile (filled)", loc="left", color=INK, fontsize=10)
-    for axes, which in ((left, "y"), (right, "x")):
-        axes.grid(True, color="#dddddd", linewidth=0.6)
-        _error_axis(axes, which)
+    """Left: output error of the worst head against time. Right: errors of all heads, where backends are few."""
+    many = len(judgments) > MOST_LISTED
+    figure = charts.new_figure(9.5 if many else 13, 6.2 if many else 1.6 + max(4.4, 0.5 * len(judgments)), title)
+    left, *right = figure.subplots(1, 1 if many else 2, squeeze=False, width_ratios=None if many else (1.25, 1))[0]
+    points = [
+        charts.Point(
+            one.name, *(family_of(one.name) or (one.name, 0)), 1 / one.ratio, _finite(one.output_error[one.worst])
+        )
+        for one in judgments
+    ]
+    styles = charts.error_against_time(left, points)
+    left.set_title("lower left is better", loc="left", color=INK, fontsize=10)
+    for axes in right:
+        _all_heads(axes, judgments, [styles[point.family] for point in points])
     figure.savefig(path)
+
+
+def _all_heads(axes: Any, judgments: list[Judgment], styles: list[charts.Style]) -> None:
+    for row, (one, (color, marker)) in enumerate(zip(judgments, styles, strict=True)):
+        for value, face in ((one.p95_error.value, "white"), (one.output_error, color)):
+            x = [max(_finite(each), charts.LEAST_ERROR) for each in value.flatten()]
+            axes.plot(x, [row] * len(x), marker, color=color, markerfacecolor=face, markersize=6, alpha=0.8)
+    axes.set_yticks(range(len(judgments)), [one.name for one in judgments], fontweight="bold")
+    for label, (color, _) in zip(axes.get_yticklabels(), styles, strict=True):
+        label.set_color(color)
+    axes.set_ylim(len(judgments) - 0.5, -0.5)
+    axes.set_xlabel("error")
+    axes.set_title("every head: output error (filled), 95th percentile (hollow)", loc="left", color=INK, fontsize=10)
+    axes.grid(True, color="#dddddd", linewidth=0.6)
+    charts.error_axis(axes, "x")
 
 
 def _finite(x: Tensor) -> float:
     value = float(x)
     return value if value < 10 else 10.0  # also what is NaN
-
-
-def _error_axis(axes: Any, which: str) -> None:
-    """From rounding to an error as large as the output, the same in all pictures where they fit."""
-    ends = list(axes.get_ylim() if which == "y" else axes.get_xlim())
-    limits = {f"{which}lim": (LEAST_SHOWN * 0.7, max(1.4, min(max(ends), 14.0)))}
-    axes.set(**limits)
-    ticks = [1e-4, 1e-3, 1e-2, 1e-1, 1.0]
-    names = [f"≤ {LEAST_SHOWN:g}", ".001", ".01", ".1", "1"]
-    (axes.set_yticks if which == "y" else axes.set_xticks)(ticks, names)
-    axes.minorticks_off()

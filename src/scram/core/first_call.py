@@ -1,6 +1,6 @@
 """A call that knows when it is wrong: the first searched call of a kind measures itself, and warns where it is far off.
 
-After the answer, 64 queries of each head are attended densely. Off by more than 25 % (overall L2 error of a head), one
+After the answer, 64 queries of each head are attended densely. An output error of a head above 25 %: one
 warning says so, with the line that mends it. Nothing waits for a GPU: the result is read when it is there, by a later
 call or when the process ends. Nothing is measured while torch compiles, captures or transforms.
 """
@@ -197,7 +197,7 @@ def _report(measured: _Measured) -> None:
         return
     batch, head = divmod(worst, error.shape[1])
     warn_caller(
-        f"what SCRAM returned is about {share:.0%} off dense attention (overall L2 error over {NUM_QUERIES} queries of "
+        f"what SCRAM returned is about {share:.0%} off dense attention (output error over {NUM_QUERIES} queries of "
         f"head {head} of batch entry {batch}; {measured.what}). {measured.mend}. Each kind of call is measured once; "
         "scram.check_first_call(False) ends that",
         AccuracyWarning,

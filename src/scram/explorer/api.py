@@ -76,7 +76,7 @@ class Explorer:
         held = f", {' and '.join(parts)} hold {about['quality']['attended']:.1%}" if parts else ""
         return (
             f"Explorer({shown}, {len(about['heads'])} heads, {self.size / 1e6:.1f} MB{held}, output error "
-            f"{about['quality']['median']:.3f} in the median)"
+            f"{about['quality']['output']:.3f})"
         )
 
 
@@ -358,10 +358,16 @@ def _quality(
         "mass": float(held.mean()),
         "attended": float((held + more).mean()),
         "sweeps": grown,
+        "output": _number(every.output),
         "median": _number(every.median.value),
         "p95": _number(every.p95.value),
         "heads": [
-            {"median": _number(off.median.value[0, h]), "p95": _number(off.p95.value[0, h])} for h in range(q.shape[1])
+            {
+                "output": _number(off.output[0, h]),
+                "median": _number(off.median.value[0, h]),
+                "p95": _number(off.p95.value[0, h]),
+            }
+            for h in range(q.shape[1])
         ],
     }
     rms = truth.size.mean(-1)[0].sqrt()

@@ -180,7 +180,7 @@ def table(layers: Sequence[Layer], error: float) -> str:
         "grid",
         "attention",
         "keys visited",
-        "95th percentile",
+        "error, 95th percentile",
         "of dense",
         "searched",
         "clustered",

@@ -33,9 +33,10 @@ class Judgment:
 
     Args:
         name: of the function.
-        median_error, p95_error: median and 95th percentile over the queries of |out - exact| / RMS |exact|, where the
+        output_error: ||out - exact|| / ||exact|| over the sampled queries [B, H]. A point value, which few queries
+            dominate.
+        p95_error, median_error: 95th percentile and median over the queries of |out - exact| / RMS |exact|, where the
             RMS is that of the head. With 95 % intervals, each [B, H].
-        l2_error: ||out - exact|| / ||exact|| over the sampled queries [B, H]. A point value: few queries dominate it.
         timing: seconds and peak memory of a call. On a CPU calls are made in turn with a part of dense attention, and
             the median of their ratios counts, so that a busy minute does not decide.
         dense_seconds: seconds of torch's dense attention on the same tensors in the same run.
@@ -46,9 +47,9 @@ class Judgment:
     """
 
     name: str
-    median_error: Interval
+    output_error: Tensor
     p95_error: Interval
-    l2_error: Tensor
+    median_error: Interval
     timing: Timing
     dense_seconds: float
     dense_is_continued: bool
@@ -63,16 +64,16 @@ class Judgment:
 
     @property
     def worst(self) -> tuple[int, int]:
-        """Batch and head of the largest 95th percentile."""
-        at = int(self.p95_error.value.nan_to_num(-1.0).argmax())
-        return at // self.l2_error.shape[1], at % self.l2_error.shape[1]
+        """Batch and head of the largest output error."""
+        at = int(self.output_error.nan_to_num(-1.0, posinf=math.inf).argmax())
+        return at // self.output_error.shape[1], at % self.output_error.shape[1]
 
     def numbers(self) -> files.Json:
         """All of it as lists and numbers for JSON; what is not finite is None."""
-        intervals = {"median_error": self.median_error, "p95_error": self.p95_error}
+        intervals = {"p95_error": self.p95_error, "median_error": self.median_error}
         return {
+            "output_error": _listed(self.output_error),
             **{name: {end: _listed(x) for end, x in one._asdict().items()} for name, one in intervals.items()},
-            "l2_error": _listed(self.l2_error),
             **self.timing._asdict(),
             "dense_seconds": self.dense_seconds,
             "dense_is_continued": self.dense_is_continued,
@@ -82,9 +83,9 @@ class Judgment:
 
     def __str__(self) -> str:
         columns: dict[str, Interval | Tensor] = {
-            "median error": self.median_error,
+            "output error*": self.output_error,
             "95th percentile": self.p95_error,
-            "L2 error*": self.l2_error,
+            "median": self.median_error,
         }
         lines = [f"{self.name}, on {self.num_queries} of {self.queries} queries", *of_heads(columns)]
         time = self.timing
@@ -231,7 +232,7 @@ class Judge:
             name=name or str(getattr(function, "__qualname__", type(function).__name__)),
             median_error=measured.median,
             p95_error=measured.p95,
-            l2_error=measured.l2,
+            output_error=measured.output,
             timing=timing,
             dense_seconds=self.dense_seconds,
             dense_is_continued=self.dense_is_continued,

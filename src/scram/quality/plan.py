@@ -147,8 +147,8 @@ class Rung:
         setting: what was tried.
         keys: keys visited per query, at most.
         seconds: of a call on these tensors.
-        error: 95th percentile of the worst head: value, low, high.
-        l2: overall L2 error of the worst head; nothing is promised of it.
+        error: 95th percentile over queries of |out - exact| / RMS |exact|, of the worst head: value, low, high.
+        output_error: ||out - exact|| / ||exact|| of the worst head; nothing is promised of it.
         keeps: whether the upper end is within the budget in every head.
         note: why it was not tried, or how its time is known.
     """
@@ -157,7 +157,7 @@ class Rung:
     keys: int
     seconds: float | None = None
     error: tuple[float, float, float] | None = None
-    l2: float | None = None
+    output_error: float | None = None
     keeps: bool = False
     note: str = ""
 
@@ -171,8 +171,8 @@ class Rung:
                 raise ValueError(f"error must be None or (value, low, high), got {self.error!r}")
             for x in self.error:
                 checks.not_negative("error", x)
-        if self.l2 is not None:
-            checks.not_negative("l2", self.l2)
+        if self.output_error is not None:
+            checks.not_negative("output_error", self.output_error)
         checks.flag("keeps", self.keeps)
         checks.instance("note", self.note, str, "str")
 
@@ -380,12 +380,13 @@ class Plan:
         return f"dense attention: nothing that could be faster kept {self.error:g}; {near.setting}: {near.error[2]:.3g}"
 
     def __str__(self) -> str:
-        head = ("", "setting", "keys visited", "ms", "of dense", "95th percentile", "L2*", "")
+        head = ("", "setting", "keys visited", "ms", "of dense", "output error*", "95th percentile", "")
         rows = [self._row(number, rung) for number, rung in enumerate(self.rungs)]
-        lines = [f"error at most {self.error:g}, on {self.num_queries} of {self.queries} queries of {self.tensors}"]
+        wanted = f"95 % of the queries of every head at most {self.error:g} off (95th percentile)"
+        lines = [f"{wanted}, on {self.num_queries} of {self.queries} queries of {self.tensors}"]
         lines += aligned([head, *rows])
         lines += [
-            "* of the worst head, as the 95th percentile; few queries carry it, so nothing is promised of it",
+            "both errors are of the worst head; * few queries carry it, so nothing is promised of it",
             "intervals cover the sample of queries and no other seed; the plan keeps its own",
         ]
         doubt = "measured while other programs took the cores; plan.check(q, k, v).plan is measured again"
@@ -398,9 +399,9 @@ class Plan:
         time = "" if rung.seconds is None else _shown(1e3 * rung.seconds)
         share = "" if rung.seconds is None else f"{_ratio(rung.seconds, self.rungs[-1].seconds):.2f}"
         error = "" if rung.error is None else with_interval(rung.error)
-        l2 = "" if rung.l2 is None else f"{rung.l2:.4f}"
+        output = "" if rung.output_error is None else f"{rung.output_error:.4f}"
         mark = "->" if number == self.chosen else ""
-        return mark, str(rung.setting), str(rung.keys), time, share, error, l2, rung.note
+        return mark, str(rung.setting), str(rung.keys), time, share, output, error, rung.note
 
     def as_dict(self) -> files.Json:
         """As JSON has it; a callable score has no such form."""
@@ -557,6 +558,6 @@ def _rung(data: files.Json) -> Rung:
     if setting.dense is not stored["dense"]:
         raise ValueError(f"dense must say whether there is neither a search nor a tail, got {stored['dense']!r}")
     error = data["error"]
-    numbers = {name: None if data[name] is None else _number(name, data[name]) for name in ("seconds", "l2")}
+    numbers = {name: None if data[name] is None else _number(name, data[name]) for name in ("seconds", "output_error")}
     triple = None if error is None else tuple(_number("error", x) for x in _list("error", error))
     return Rung(**{**data, **numbers, "setting": setting, "error": triple})

@@ -63,6 +63,17 @@ def with_interval(error: Sequence[float]) -> str:
     return f"{value:.4f} [{low:.4f}, {high:.4f}]"
 
 
+def percent(share: float) -> str:
+    """A share in percent; what would be rounded to nothing is said to be less than that.
+
+    >>> percent(0.1234), percent(0.0004), percent(0.0)
+    ('12.3 %', 'under 0.05 %', '0 %')
+    """
+    if share <= 0:
+        return "0 %"
+    return "under 0.05 %" if share < 5e-4 else f"{100 * share:.1f} %"
+
+
 def in_words(seconds: float) -> str:
     """A time with three digits.
 

@@ -23,7 +23,7 @@ from ..results import Matches
 from ..settings import Score, Search
 from . import measure, modes
 from .plan import Setting
-from .tables import of_heads
+from .tables import of_heads, percent
 from .truth import Errors, Truth
 
 LEAST_RECALL = 0.9  # below it more sweeps are tried too
@@ -35,15 +35,14 @@ VERDICTS = ("sparse", "tail", "dense")  # from the cheapest on
 class Trust:
     """What SCRAM missed, per batch and head, on a sample of queries; prints itself.
 
-    Errors are |out - exact| of a query over RMS |exact| of its head, as in `tune`.
-
     Args:
+        output_error: ||out - exact|| / ||exact|| over all sampled queries, windows alone. A point value: few queries
+            dominate it, so another sample may give another one.
+        p95_error, median_error: 95th percentile and median over queries of |out - exact| / RMS |exact| of the head, as
+            in `tune`, windows alone.
+        tail_output_error, tail_p95_error, tail_median_error: the same for windows and tail; NaN without a tail.
         mass: share of the exact softmax that the windows hold, mean over the queries.
         recall: share of the best keys that were found, mean.
-        median_error, p95_error: median and 95th percentile over queries of the error of the windows alone.
-        l2_error: ||out - exact|| / ||exact|| over all sampled queries, windows alone. A point value: few queries
-            dominate it, so another sample may give another one.
-        tail_median_error, tail_p95_error, tail_l2_error: the same for windows and tail; NaN without a tail.
         cost: keys visited per query.
         setting: what was run; its tail stands for the keys outside the windows, None for nothing.
         arguments: of the call: causal, scale, score, impl, which other tensors it has, and whether heads are grouped.
@@ -53,14 +52,14 @@ class Trust:
         split: the share of the queries whose weight two separate places share, in the head where it is largest.
     """
 
+    output_error: Tensor
+    p95_error: Interval
+    median_error: Interval
+    tail_output_error: Tensor
+    tail_p95_error: Interval
+    tail_median_error: Interval
     mass: Interval
     recall: Interval
-    median_error: Interval
-    p95_error: Interval
-    l2_error: Tensor
-    tail_median_error: Interval
-    tail_p95_error: Interval
-    tail_l2_error: Tensor
     cost: Cost
     setting: Setting
     arguments: dict[str, Any]
@@ -111,10 +110,11 @@ class Trust:
     def reason(self) -> str:
         """The verdict in words."""
         heads = [one for batch in self.verdicts for one in batch]
-        off, tail_off = (100 * _most(x.value) for x in (self.p95_error, self.tail_p95_error))
-        words = f"in the worst head 95 % of the queries are at most {off:.1f} % off with the windows alone"
+        whole, tail_whole = (percent(_most(x)) for x in (self.output_error, self.tail_output_error))
+        p95, tail_p95 = (percent(_most(x.value)) for x in (self.p95_error, self.tail_p95_error))
+        words = f"in the worst head output error {whole}, 95th percentile of the queries {p95}, with the windows alone"
         if self.tail is not None:
-            words += f", {tail_off:.1f} % with {self._tail_words}"
+            words += f"; {tail_whole} and {tail_p95} with {self._tail_words}"
         if self.verdict == "sparse":
             return f"windows suffice: {words}."
         if self.verdict == "tail":
@@ -135,7 +135,7 @@ class Trust:
         setting, measured = self.better
         keeps = measured.keeps(self.error)
         what = "search longer" if keeps else "stay dense"
-        rest += f" With twice the sweeps it is {100 * measured.worst[0]:.1f} %"
+        rest += f" With twice the sweeps the 95th percentile is {percent(measured.worst[0])}"
         return f"{what}: {words}.{rest}{'.' if keeps else f': {setting.code(**self.arguments)}.'}"
 
     @property
@@ -143,20 +143,22 @@ class Trust:
         return str(self.setting).split(", ", 1)[1]
 
     def __str__(self) -> str:
-        columns: dict[str, Interval | Tensor] = {
-            "captured mass": self.mass,
-            "recall": self.recall,
-            "median error": self.median_error,
-            "95th percentile": self.p95_error,
-            "L2 error*": self.l2_error,
-        }
         with_tail = self.tail is not None
+        columns: dict[str, Interval | Tensor] = {}
         if with_tail:
-            columns |= {
-                "tail: median error": self.tail_median_error,
-                "tail: 95th perc.": self.tail_p95_error,
-                "tail: L2*": self.tail_l2_error,
+            columns = {
+                "output error*": self.tail_output_error,
+                "95th percentile": self.tail_p95_error,
+                "median": self.tail_median_error,
             }
+        windows = "windows: " * with_tail
+        columns |= {
+            f"{windows}output error*": self.output_error,
+            f"{windows}95th perc." if with_tail else "95th percentile": self.p95_error,
+            f"{windows}median": self.median_error,
+            "captured mass": self.mass,
+            "recall@1": self.recall,
+        }
         lines = [f"SCRAM with {self.settings}, on {self.num_queries} of {self.queries} queries"]
         lines += of_heads(columns, {"verdict": self.verdicts})
         cost = f"dense {self.cost.dense}, SCRAM's windows at most {self.cost.sparse}"
@@ -374,10 +376,10 @@ def _summary(figures: Figures, points: int, **rest: Any) -> Trust:
         recall=mean(recall, points),
         median_error=windows.median,
         p95_error=windows.p95,
-        l2_error=windows.l2,
+        output_error=windows.output,
         tail_median_error=tail.median,
         tail_p95_error=tail.p95,
-        tail_l2_error=tail.l2,
+        tail_output_error=tail.output,
         num_queries=mass.shape[-1],
         queries=points,
         **rest,

@@ -22,17 +22,19 @@ SHARE = 0.95  # of the queries, for which an error is promised
 
 
 class Errors(NamedTuple):
-    """How far off outputs are, of every batch and head; errors are |out - exact| over RMS |exact| of the head.
+    """How far off outputs are, of every batch and head.
 
     Args:
-        p95: the 95th percentile over queries, with its interval; NaN where no query has an allowed key.
+        output: the output error, ||out - exact|| / ||exact|| over all sampled queries [B, H]: a point value, which few
+            queries carry.
+        p95: the 95th percentile over queries of |out - exact| / RMS |exact| of the head, with its interval; NaN where
+            no query has an allowed key.
         median: the median, likewise.
-        l2: |out - exact| / |exact| over all sampled queries [B, H]: a point value, which few queries carry.
     """
 
+    output: Tensor
     p95: Interval
     median: Interval
-    l2: Tensor
 
     def keeps(self, error: float) -> bool:
         """Whether the upper end of the 95th percentile is at most `error` in every head."""
@@ -49,10 +51,10 @@ class Errors(NamedTuple):
         rms = (torch.where(counts, size, 0).sum(-1) / count).unsqueeze(-1)
         share = torch.where(square == 0, 0, (square / rms).nan_to_num(nan=torch.inf, posinf=torch.inf)).sqrt()
         share = torch.where(counts, share, torch.nan)
-        l2 = torch.where(counts, share, 0).square().sum(-1).div(count).sqrt()
+        output = torch.where(counts, share, 0).square().sum(-1).div(count).sqrt()
         size_share = statistics.root_share(size, points, confidence)  # the root mean square is of the sample too
         p95, median = (statistics.quantile(share, x, points, confidence).widened(size_share) for x in (SHARE, 0.5))
-        return Errors(p95, median, l2)
+        return Errors(output, p95, median)
 
     @property
     def worst(self) -> tuple[float, float, float]:

@@ -136,7 +136,7 @@ def tune(
         keys=math.prod(grid_of(k)),
         seconds=climb.dense,
         error=(0.0, 0.0, 0.0),
-        l2=0.0,
+        output_error=0.0,
         keeps=True,
         note=climb.dense_note,
     )
@@ -282,8 +282,8 @@ class _Climb:
         keeps = measured.keeps(self.error)
         if keeps:
             self.best = min(self.best, seconds)
-        l2 = float(measured.l2.nan_to_num(0.0).max())
-        return Rung(setting, keys, seconds, measured.worst, l2, keeps, _doubt(steady))
+        output_error = float(measured.output.nan_to_num(0.0).max())
+        return Rung(setting, keys, seconds, measured.worst, output_error, keeps, _doubt(steady))
 
     def _run(self, setting: Setting) -> tuple[Believed, Tensor]:
         """The time of a setting and its output [B, H, *G, F]."""

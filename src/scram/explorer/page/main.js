@@ -33,8 +33,17 @@ class Explorer {
 
   get routedColor() { return getComputedStyle(document.documentElement).getPropertyValue("--routed").trim(); }
 
+  /* A page that shows this one in a frame can make the frame as high as it needs to be. */
+  tellHeight() {
+    if (parent === window) return;
+    document.documentElement.classList.add("framed");
+    new ResizeObserver(() => parent.postMessage({ scramExplorerHeight: document.body.offsetHeight }, "*"))
+      .observe(document.body);
+  }
+
   setUp() {
     const { about, form } = this, one = about.panes === 1;
+    this.tellHeight();
     document.getElementById("panes").dataset.panes = about.panes;
     document.getElementById("queries").closest("section").hidden = one;
     document.getElementById("keys-name").textContent = "Keys: where the query attends";

@@ -17,9 +17,9 @@ function qualityWords(about) {
   const windows = `The windows hold ${percent(quality.mass)} of the exact attention`;
   const held = matches && routed ? `${windows}, windows and routed keys ${percent(quality.attended)}. ` :
     matches ? `${windows}. ` : routed ? `Routed keys hold ${percent(quality.attended)} of the exact attention. ` : "";
-  return `${held}The output is ${percent(quality.median)} off in the median query, ` +
-    `${percent(quality.p95)} in the 95th percentile` +
-    `${clusters ? `, with ${clusters} clusters for all other keys` : ", with nothing for the other keys"}.`;
+  return `Output error ${percent(quality.output)}` +
+    `${clusters ? `, with ${clusters} clusters for all other keys` : ", with nothing for the other keys"}. ` +
+    `${held}Of single queries: median ${percent(quality.median)} off, 95th percentile ${percent(quality.p95)}.`;
 }
 
 function noteWords(about) {
@@ -30,8 +30,9 @@ function noteWords(about) {
   const windows = about.matches ?
     `windows of radius ${[...new Set(about.radius)].join(", ")}, ${about.sweeps} sweeps` : "no search and no windows";
   notes.push(`${both}; ${plural}score “${about.score}”, scale ${compact(about.scale)}, ${windows}. ` +
-    `The figures above compare ${about.quality.queries} queries of each head with exact attention; errors are ` +
-    "relative to the root mean square of the head’s exact outputs.");
+    `The figures above compare ${about.quality.queries} queries of each head with exact attention. The output error is ` +
+    "the norm of all differences over that of the exact outputs; the error of a query is relative to the root mean " +
+    "square of the head’s exact outputs.");
   if (about.routed_keys) {
     notes.push(`Routed keys: all queries of a tile, ${about.tile.join(" × ")} of them, attend one by one all keys of ` +
       `the clusters whose means would be most wrong for the tile, at most ${about.routed_keys} keys. A key of a ` +
@@ -81,7 +82,7 @@ function numberRows(about, found) {
   if (routed) rows.push(["Weight of routed keys", percent(found.routedWeight)]);
   if (clusters) rows.push(["Weight of the clusters", percent(found.clusterWeight)]);
   if (routed) rows.push(["Routed keys, clusters", `${found.routedKeys}, ${found.routedClusters}`]);
-  rows.push(["Output error", percent(found.error)]);
+  rows.push(["Error of this query", percent(found.error)]);
   const match = found.matches.some((one) => one && one.key === found.best);
   const kind = { [WINDOW]: ", in a window", [ROUTED]: ", routed" }[found.kinds[found.best]] ?? ", not found";
   const where = match ? "" : kind;
@@ -123,7 +124,7 @@ function sentence(about, found) {
     ...routed ? [`${matches ? "with " : ""}${found.routedKeys} routed keys ${matches ? "" : "hold "}` +
       percent(found.attended)] : []];
   return `Query ${coordinatesOf(about.queries, found.query)}: ${match}` +
-    `${held.length ? `${held.join(", ")} of the exact attention; ` : ""}output error ${percent(found.error)}.`;
+    `${held.length ? `${held.join(", ")} of the exact attention; ` : ""}error of this query ${percent(found.error)}.`;
 }
 
 function legendTicks(most) {
