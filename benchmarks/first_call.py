@@ -1,8 +1,9 @@
 """A call that measures itself: what that costs, and where it warns. `python benchmarks/first_call.py --data FOLDER`.
 
 Cost: of a call of the default and of its measurement of itself, in time of the processor with one thread; and of calls
-under torch.compile, where nothing is measured. Warnings: the default on noise, on features of photographs and on all tensors of
-trained models in FOLDER (benchmarks/trained.py), beside the error over 1024 queries. Results: results/first_call.json.
+under torch.compile, where nothing is measured. Warnings: the default on noise, on features of photographs and on all
+tensors of trained models in FOLDER (benchmarks/trained.py), beside the error over 1024 queries.
+Results: results/first_call.json.
 """
 
 from __future__ import annotations
