@@ -446,10 +446,29 @@ def busy() -> str:
     loads = list(dict.fromkeys(name.split(", ", 1)[0] for name in rows))
     lines = []
     for stage in dict.fromkeys(name.split(", ", 1)[1] for name in rows):
-        pairs = [rows[f"{one}, {stage}"] for one in loads]
-        cells = (f"{x['ms_1']:.1f}, {x['ms_2']:.1f} ({x['ms_2'] / x['ms_1']:.2f})" for x in pairs)
+        pairs = [rows.get(f"{one}, {stage}") for one in loads]
+        cells = (f"{x['ms_1']:.1f}, {x['ms_2']:.1f} ({x['ms_2'] / x['ms_1']:.2f})" if x else "" for x in pairs)
         lines.append((stage, *cells))
     return table(("stage", *loads), *lines)
+
+
+def cold() -> str:
+    """docs/measurements: first calls that compile."""
+    head = ("first call", "forward", "CPU of the calling process", "backward")
+    rows = []
+    for name, row in table_cells.load("cold").items():
+        backward = f"{row['backward_seconds']:.1f} s" if "backward_seconds" in row else ""
+        rows.append((name, f"{row['seconds']:.1f} s", f"{row['own_cpu_seconds']:.1f} s", backward))
+    return table(head, *rows)
+
+
+def busy_inpaint() -> str:
+    """docs/measurements: inpainting beside other programs."""
+    head = ("beside", "seconds", "CPU seconds", "PSNR in the hole")
+    rows = table_cells.load("busy_inpaint").items()
+    return table(
+        head, *((x, f"{r['seconds']:.1f}", f"{r['cpu_seconds']:.1f}", f"{r['psnr_db']:.2f} dB") for x, r in rows)
+    )
 
 
 def versions() -> str:
@@ -502,6 +521,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "film": tables_pictures.film,
     "matching": tables_pictures.matching,
     "inpaint": tables_pictures.inpaint,
+    "retargeting": tables_pictures.retargeting,
+    "textures": tables_pictures.textures,
     "mobilesam": tables_models.mobilesam_model,
     "mobilesam-heads": tables_models.mobilesam_heads,
     "mobilesam-layers": tables_models.mobilesam_layers,
@@ -541,6 +562,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "learn-bias": tables_learn.bias,
     "learn-swap": tables_learn.swaps,
     "busy": busy,
+    "busy-inpaint": busy_inpaint,
+    "cold": cold,
     "frontier": tables_frontier.frontier,
     "frontier-default": tables_frontier.frontier_default,
     "frontier-gpu": tables_frontier.frontier_gpu,

@@ -267,13 +267,14 @@ def inpaint(
 
 
 @_command(
-    "generate grass --count 3", "generate texture.png --size 512x512", "generate photo.jpg --variety 0.2 --seed 7"
+    "generate grass --count 3", "generate texture.png --size 512x512", "generate tissue.jpg --variety 0.2 --seed 7"
 )
 def generate(
     image: Image,
     size: Annotated[str | None, Option(help="Of the new pictures, WxH; else as the picture.")] = None,
     count: Annotated[int, Option(min=1, max=1000, help="How many, with seeds that follow.")] = 1,
     variety: Annotated[float, Option(min=0, help="0 gives back the picture; much loses its layout.")] = 0.3,
+    scenes: Annotated[bool, Option("--scenes", help="Take what is no texture too: a collage.")] = False,
     out: Out = Path("scram-generate"),
     patch: PatchSide = None,
     iterations: Iterations = None,
@@ -281,7 +282,7 @@ def generate(
     seed: Annotated[int, Option(min=0, help="Seed of the first picture.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Make new pictures of the same texture or scene out of patches of a picture."""
+    """Make new pictures of a texture (grass, stones, tissue) out of its patches; scenes are refused."""
     with output_folder(out):
         arguments.check_device(device)
         arguments.is_photograph(image)
@@ -289,7 +290,9 @@ def generate(
         from .generate import run
 
         changed = _given(patch=patch, iterations=iterations, seed=seed)
-        run(image, width, height, count, variety, out, changed, device).finish(out / "generate.json", as_json)
+        run(image, width, height, count, variety, out, changed, device, scenes=scenes).finish(
+            out / "generate.json", as_json
+        )
 
 
 @_command("retarget photo.jpg --size 400x", "retarget photo.jpg --size 640x360 --out /tmp/r --json")
@@ -297,21 +300,17 @@ def retarget(
     image: Image,
     size: Annotated[str, Option(help="Of the result: WxH, or Wx or xH to keep the other side.")],
     out: Out = Path("scram-retarget"),
-    patch: PatchSide = None,
-    iterations: Iterations = None,
     device: Device = "cpu",
-    seed: SearchSeed = 0,
     as_json: Json = False,
 ) -> None:
-    """Make a picture narrower or wider, lower or higher, without squeezing what it shows."""
+    """Make a picture narrower or wider, lower or higher; what stands out keeps its shape where there is room."""
     with output_folder(out):
         arguments.check_device(device)
         arguments.is_photograph(image)
         width, height = arguments.picture_size(size)
         from .retarget import run
 
-        changed = _given(patch=patch, iterations=iterations, seed=seed)
-        run(image, width, height, out, changed, device).finish(out / "retarget.json", as_json)
+        run(image, width, height, out, device).finish(out / "retarget.json", as_json)
 
 
 @_command("figures", "figures --only maps,modes --out /tmp/f", "figures --size 288 --json")
@@ -414,7 +413,9 @@ def coherence(
 )
 def judge(
     file: Annotated[Path, Argument(help="An .npz or .safetensors file with queries, keys and values.")],
-    backend: Annotated[list[str] | None, Option(help="What to judge, once or more often.", show_default=False)] = None,
+    backend: Annotated[
+        list[str] | None, Option(help="What to judge, once or more often; frontier: many.", show_default=False)
+    ] = None,
     names: Annotated[str, Option(help="Queries, keys and values in the file, with commas.")] = "q,k,v",
     axes: Annotated[str | None, Option(help="Stored axes: b, h, e, n for all points, others: grid.")] = None,
     grid: Annotated[

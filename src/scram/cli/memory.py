@@ -33,13 +33,18 @@ def check_reading(path: str | Path, height: int | None = None) -> Shape:
 
 
 def of_patches(channels: int, patch: int, copies: int = PATCH_COPIES) -> int:
-    """Bytes of a pixel where the patches of all pixels are held: `denoise`, `generate`, `retarget`."""
+    """Bytes of a pixel where the patches of all pixels are held: `denoise`, `generate`."""
     return copies * 4 * channels * patch**2 + BESIDE
 
 
 def of_blocks(channels: int, frames: int = 1) -> int:
     """Bytes of a pixel where the blocks of all pixels are compared and grouped: `denoise` without `--fast`."""
     return 4 * frames * (2 * PIXELS + BLOCK_COPIES * channels) + BESIDE
+
+
+def of_resized(channels: int) -> int:
+    """Bytes of a pixel, of the source and of the result: `retarget`."""
+    return READING * channels
 
 
 def of_hole(pixels: int, hole: int, channels: int, patch: int) -> int:
