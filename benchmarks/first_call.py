@@ -1,8 +1,9 @@
 """A call that measures itself: what that costs, and where it warns. `python benchmarks/first_call.py --data FOLDER`.
 
-Cost: calls of the default that measure themselves and calls that do not, in turn, in time of the processor with one
-thread; the same under torch.compile. Warnings: the default on noise, on features of photographs and on all tensors of
-trained models in FOLDER (benchmarks/trained.py), beside the error over 1024 queries. Results: results/first_call.json.
+Cost: of a call of the default and of its measurement of itself, in time of the processor with one thread; and of calls
+under torch.compile, where nothing is measured. Warnings: the default on noise, on features of photographs and on all
+tensors of trained models in FOLDER (benchmarks/trained.py), beside the error over 1024 queries.
+Results: results/first_call.json.
 """
 
 from __future__ import annotations
@@ -49,22 +50,30 @@ def in_turn(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
 
 
 def cost(store: Store, size: int) -> None:
-    """What a call that measures itself takes beyond one that does not: the median over the rounds of the difference."""
+    """What a call takes, and what of that is its measurement of itself: medians over the rounds."""
     q, k = stereo(size)
+    measure, seconds = first_call.measure, []
+
+    def timed(*given: Any) -> None:
+        begin = time.process_time()
+        measure(*given)
+        seconds.append(time.process_time() - begin)
 
     def call() -> None:
+        first_call.clear()
         scram.attention(q, k, k, search=scram.Search(sweeps=2, seed=0))
 
-    def measuring() -> None:
-        first_call.clear()
-        call()
-
-    times = in_turn({"plain": call, "measuring": measuring})
-    more = median(b - a for a, b in zip(times["plain"], times["measuring"], strict=True))
-    plain = median(times["plain"])
-    row = {"call_ms": 1e3 * plain, "measuring_ms": 1e3 * more, "share": more / plain}
+    first_call.measure = timed
+    try:
+        times = in_turn({"measuring": call})["measuring"]
+    finally:
+        first_call.measure = measure
+    assert len(seconds) == ROUNDS + 1
+    own = median(seconds[1:])
+    plain = median(whole - part for whole, part in zip(times, seconds[1:], strict=True))
+    row = {"call_ms": 1e3 * plain, "measuring_ms": 1e3 * own, "share": own / plain}
     store.put(f"cost {size}x{size}", threads=torch.get_num_threads(), width=q.shape[-1], rounds=ROUNDS, **row)
-    Console().print(f"{size}x{size}: {1e3 * more:.1f} ms of {1e3 * plain:.0f} ms, {more / plain:.1%}")
+    Console().print(f"{size}x{size}: {1e3 * own:.1f} ms beside {1e3 * plain:.0f} ms, {own / plain:.1%}")
 
 
 def compiled_cost(store: Store) -> None:

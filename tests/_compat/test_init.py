@@ -151,6 +151,19 @@ def test_without_the_library_operators_keep_their_threads(monkeypatch):
     assert torch.get_num_threads() == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("private", [True, False])
+def test_products_are_torchs(monkeypatch, dtype, private):
+    if not private:
+        monkeypatch.setattr(_compat, "_linear", lambda: None)
+    x, w = torch.randn(5, 7).to(dtype), torch.randn(7, 9).to(dtype).T  # not in one piece
+    torch.testing.assert_close(_compat.product(x, w), x @ w.T)
+
+
+def test_the_product_of_onednn_is_what_it_was():
+    assert (_compat._linear() is not None) == torch.backends.mkldnn.is_available()
+
+
 def test_a_backward_pass_is_known(monkeypatch):
     seen = []
     x = torch.ones(2, requires_grad=True)
@@ -197,16 +210,3 @@ def test_extents_whose_product_is_fixed_are_fixed_too(fixed):
     torch._dynamo.reset()
     assert graphs == [64] * (3 if fixed else 2)  # torch takes the second graph for 8 x 8
     _compat.fix_extents(64)  # nothing is traced
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("private", [True, False])
-def test_products_are_torchs(monkeypatch, dtype, private):
-    if not private:
-        monkeypatch.setattr(_compat, "_linear", lambda: None)
-    x, w = torch.randn(5, 7).to(dtype), torch.randn(7, 9).to(dtype).T  # not in one piece
-    torch.testing.assert_close(_compat.product(x, w), x @ w.T)
-
-
-def test_the_product_of_onednn_is_what_it_was():
-    assert (_compat._linear() is not None) == torch.backends.mkldnn.is_available()

@@ -168,6 +168,7 @@ def test_an_accelerator_that_keeps_no_peak(monkeypatch):
     def none(device):
         raise RuntimeError("no statistics")
 
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", none)

@@ -184,8 +184,6 @@ def now(device: str | torch.device) -> float:
 
 def on_accelerator(device: str | torch.device) -> bool:
     """Whether calls on the device return before their work is done: CUDA, ROCm, MPS, XPU and others, not the CPU."""
-    if not torch.accelerator.is_available():  # without one some versions of torch raise in the next line
-        return False
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == torch.device(device).type
 
@@ -196,7 +194,7 @@ def reset_peak(device: str | torch.device) -> int:
         try:
             torch.accelerator.reset_peak_memory_stats(device)
             return torch.accelerator.memory_allocated(device)
-        except (RuntimeError, NotImplementedError):  # MPS keeps no peak
+        except (RuntimeError, NotImplementedError, AttributeError):  # MPS keeps no peak, torch before 2.9 tells none
             return 0
     try:
         ctypes.CDLL(None).malloc_trim(0)  # memory freed before would otherwise serve the call and hide its need
@@ -212,7 +210,7 @@ def peak_bytes(device: str | torch.device) -> int | None:
         return memory_status("VmHWM")
     try:
         return torch.accelerator.memory_stats(device).get("allocated_bytes.all.peak")
-    except (RuntimeError, NotImplementedError):  # MPS keeps no peak
+    except (RuntimeError, NotImplementedError, AttributeError):  # MPS keeps no peak, torch before 2.9 tells none
         return None
 
 
