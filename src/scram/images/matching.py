@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._compat import ONE_THREAD
 from ..functional import attend, search
 from ..options import Impl
 from ..quality.timing import now
@@ -92,6 +93,7 @@ def own_places(height: int, width: int) -> Tensor:
     return torch.stack(torch.meshgrid(rows, columns, indexing="ij"), -1)
 
 
+@ONE_THREAD  # threads of torch's operators would spin where those of the searches run
 def match(
     a: Tensor,
     b: Tensor,
