@@ -1,7 +1,7 @@
 """Denoising of photographs beside BM3D: `python benchmarks/denoising.py FOLDER`. Results: results/denoising.json.
 
 FOLDER holds the photographs of Debian's package lomiri-wallpapers-16.04 (usr/share/backgrounds). The twelve below were
-named before anything was measured on them; settings were chosen on parts of camera, astronaut and coffee. Each is made
+named before anything was measured on them; settings were chosen on parts of others (docs/denoise.md). Each is made
 smaller by means of areas, the longer side 320 pixels. White noise of 15, 25 and 50 of 255 is added and not cut.
 BM3D is PyPI's bm3d with its standard profile, in color `bm3d_rgb`; scikit-image's `denoise_nl_means` runs in its fast
 mode with the h of its manual, OpenCV's with 0.8 of the noise. One thread; times are CPU seconds. A first call of each
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from store import Store
 from torch import Tensor
 
 from scram.cli.pictures import psnr
+from scram.cli.provenance import commit
 from scram.images import denoise
 from scram.images.reading import read
 
@@ -42,14 +44,13 @@ LONGER = 320
 SIGMAS = (15, 25, 50)
 
 
-def photographs(folder: Path) -> dict[str, Tensor]:
-    """[H, W, 3] in 0..1 by name."""
+def photograph(folder: Path, file: str) -> Tensor:
+    """[H, W, 3] in 0..1."""
     import skimage.data
 
-    whole = {name.split("_by_")[0]: read(folder / f"{name}.jpg").pixels for name in DEBIAN}
-    for name in SCIKIT_IMAGE:
-        whole[name] = torch.from_numpy(np.array(getattr(skimage.data, name)())).float() / 255
-    return {name: smaller(picture) for name, picture in whole.items()}
+    if file in SCIKIT_IMAGE:
+        return smaller(torch.from_numpy(np.array(getattr(skimage.data, file)())).float() / 255)
+    return smaller(read(folder / f"{file}.jpg").pixels)
 
 
 def smaller(picture: Tensor) -> Tensor:
@@ -91,31 +92,40 @@ WAYS: dict[str, Callable[[Tensor, float], Tensor]] = {
 }
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, only: list[str], ways: list[str]) -> None:
     from skimage.metrics import structural_similarity
 
     torch.set_num_threads(1)
     store = Store("denoising")
-    pictures = photographs(folder)
-    for way in WAYS.values():
-        way(next(iter(pictures.values()))[:64, :64], 0.1)
-    for n, (name, picture) in enumerate(pictures.items()):
-        row: dict[str, dict[str, dict[str, float]]] = {}
+    for way in ways:
+        WAYS[way](torch.rand(64, 64, 3), 0.1)
+    for n, file in enumerate((*DEBIAN, *SCIKIT_IMAGE)):
+        name = file.split("_by_")[0]
+        if only and name not in only:
+            continue
+        picture = photograph(folder, file)
+        before = store.data.get(name, {})
+        row: dict[str, dict[str, dict[str, float]]] = before.get("results", {})
         for sigma in SIGMAS:
             drawn = np.random.default_rng(n).normal(0, sigma / 255, tuple(picture.shape))
             noisy = picture + torch.from_numpy(drawn.astype(np.float32))
-            found = row[str(sigma)] = {}
-            for way, run in WAYS.items():
+            found = row.setdefault(str(sigma), {})
+            for way in ways:
                 start = time.process_time()
-                clean = run(noisy, sigma / 255)
+                clean = WAYS[way](noisy, sigma / 255)
                 seconds = time.process_time() - start
                 ssim = structural_similarity(picture.numpy(), clean.numpy(), data_range=1, channel_axis=-1)
                 found[way] = {"psnr_db": psnr(clean, picture), "ssim": float(ssim), "cpu_seconds": seconds}
             print(name, sigma, {way: round(x["psnr_db"], 2) for way, x in found.items()}, flush=True)
-        store.put(name, size=list(picture.shape[:2]), results=row)
+        stamp = {"commit": commit(), "date": date.today().isoformat()}
+        measured = {**before.get("measured", {}), **dict.fromkeys(ways, stamp)}
+        store.put(name, size=list(picture.shape[:2]), results=row, measured=measured)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    main(parser.parse_args().folder)
+    parser.add_argument("--only", nargs="*", default=[], help="names of photographs; all")
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=WAYS, help="measured; others stay as stored")
+    given = parser.parse_args()
+    main(given.folder, given.only, given.ways)

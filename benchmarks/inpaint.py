@@ -1,6 +1,7 @@
 """Inpainting beside OpenCV, scikit-image and PyPatchMatch: PSNR and SSIM inside holes of three kinds, with the time.
 
-`python benchmarks/inpaint.py --size 384` measures all photographs in one run and stores a row for each kind of hole.
+`python benchmarks/inpaint.py --size 384` stores a row for each kind of hole. With `--photographs` it measures these and
+keeps the others' figures, if they are of the same commit; with `--methods` it keeps those of the other methods.
 Needs the extra `bench`.
 """
 
@@ -20,6 +21,7 @@ from skimage.metrics import structural_similarity
 from skimage.restoration import inpaint_biharmonic
 from store import Store
 
+from scram.cli.provenance import commit
 from scram.images import inpaint
 
 PHOTOGRAPHS = (
@@ -121,17 +123,22 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=384)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--photographs", default=",".join(PHOTOGRAPHS))
+    parser.add_argument("--methods", default="SCRAM,Telea,Navier-Stokes,biharmonic,PyPatchMatch")
     parser.add_argument("--store", default="inpaint")
     parser.add_argument("--keep", help="folder for the pictures")
     given = parser.parse_args()
     store, names = Store(given.store), given.photographs.split(",")
     _scram(photograph("camera", 64), hole("thin", 64, 0))  # compiles
     for kind in given.kinds.split(","):
-        rows: dict[str, dict[str, Any]] = {name: {} for name in methods(kind)}
+        old = store.data.get(kind, {})
+        kept = old["rows"] if old and old["size"] == given.size else {}
+        run = {name: method for name, method in methods(kind).items() if name in given.methods.split(",")}
+        again = run if old.get("commit") != commit() else {}
+        rows: dict[str, dict[str, Any]] = {name: {} if name in again else kept.get(name, {}) for name in methods(kind)}
         for photo in names:
             picture, mask = photograph(photo, given.size), hole(kind, given.size, PHOTOGRAPHS.index(photo))
             hidden = np.where(mask[..., None], 0, picture).astype(np.uint8)
-            for name, method in methods(kind).items():
+            for name, method in run.items():
                 start, cpu = time.perf_counter(), time.process_time()
                 result = method(hidden, mask)
                 seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
@@ -140,13 +147,14 @@ def main() -> None:
                 if given.keep:
                     eight = (result * 255).round().astype(np.uint8)
                     Image.fromarray(eight.squeeze()).save(f"{given.keep}/{kind}-{photo}-{name}.png")
-        means = {
-            name: {key: float(np.mean([row[key] for row in per.values()])) for key in next(iter(per.values()))}
-            for name, per in rows.items()
-        }
+            means = {
+                name: {key: float(np.mean([row[key] for row in per.values()])) for key in next(iter(per.values()))}
+                for name, per in rows.items()
+                if per
+            }
+            store.put(kind, size=given.size, photographs=list(rows["SCRAM"]), means=means, rows=rows)
         for name, mean in means.items():
             print(kind, name, " ".join(f"{key} {value:.3f}" for key, value in mean.items()), flush=True)
-        store.put(kind, size=given.size, photographs=names, means=means, rows=rows)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def rows(device: str) -> dict[str, Row]:
             lambda picture=picture, hole=hole: images.inpaint(picture, hole),
             lambda out, picture=picture, hole=hole: {"psnr_db": psnr(out[hole], picture[hole])},
         )
-    made["generate 1024x1024"] = lambda: images.generate(large), lambda out: {}
+    made["generate 1024x1024"] = lambda: images.generate(large, scenes=True), lambda out: {}
     made["retarget 1024x1024 to 1024x720"] = lambda: images.retarget(large, (1024, 720)), lambda out: {}
     a, b = (photograph("coffee", 3000, 4000, device).roll(x, 1) for x in (0, 40))
     moved = torch.tensor([40.0, 0.0], device=device)

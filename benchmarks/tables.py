@@ -497,6 +497,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "film": tables_pictures.film,
     "matching": tables_pictures.matching,
     "inpaint": tables_pictures.inpaint,
+    "retargeting": tables_pictures.retargeting,
+    "textures": tables_pictures.textures,
     "mobilesam": tables_models.mobilesam_model,
     "mobilesam-heads": tables_models.mobilesam_heads,
     "mobilesam-layers": tables_models.mobilesam_layers,

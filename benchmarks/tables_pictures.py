@@ -78,10 +78,8 @@ def film() -> str:
     lines = []
     for name, row in table_cells.load("film").items():
         for way, value in row["psnr_db"].items():
-            if way != "film":
-                seconds = row["cpu_seconds"][way.removesuffix(", same frames")]
-                shown = "`scram denoise` of the film" if way.startswith("film") else way
-                lines.append((name, shown, f"{value:.2f}", f"{seconds:.2f}"))
+            shown = {"film": "`scram denoise`", "film, fast": "`scram denoise --fast`"}.get(way, way)
+            lines.append((name, shown, f"{value:.2f}", f"{row['cpu_seconds'][way]:.2f}"))
     return table(("", "", "PSNR, dB", "CPU time a frame, s"), *lines)
 
 
@@ -98,6 +96,38 @@ def inpaint() -> str:
         )
 
     return table(("dB / SSIM / s", *kinds), *((name, *cells(name)) for name in names))
+
+
+def retargeting() -> str:
+    """docs/retarget: by how much the shape of what stands out changes."""
+    rows = table_cells.load("retargeting")
+    lines = []
+    for name, row in rows.items():
+        found = row["shape_error"]
+        cells = (f"{100 * found[way][how]:.0f}%" for way in ("narrower", "wider") for how in ("resized", "retargeted"))
+        lines.append((f"{name} (chosen on)" if row["chosen"] else name, *cells))
+    return table(("", "71 %: resized", "retargeted", "133 %: resized", "retargeted"), *lines)
+
+
+def textures() -> str:
+    """docs/generate: how many textures pass and how many scenes are refused."""
+    lines = []
+    for part, row in table_cells.load("textures").items():
+        above = {
+            kind: {name: value > row["limit"] for name, value in found.items()}
+            for kind, found in row["unevenness"].items()
+        }
+        passed = [name for name, refused in above["scene"].items() if not refused]
+        textures, scenes = (list(above[kind].values()) for kind in ("texture", "scene"))
+        lines.append(
+            (
+                "the limit was chosen on these" if part == "chosen" else "nothing was chosen on these",
+                f"{100 * textures.count(False) / len(textures):.0f}% of {len(textures)}",
+                f"{100 * scenes.count(True) / len(scenes):.0f}% of {len(scenes)}",
+                ", ".join(passed) or "none",
+            )
+        )
+    return table(("", "textures that pass", "scenes that are refused", "scenes that pass"), *lines)
 
 
 def pictures() -> str:

@@ -50,6 +50,7 @@ TESTED_IN = {
     "engines/reference/visited": "engines/test_walk.py",
     "engines/reference/windows": "engines/test_drawn_tail.py",
     "engines/cpu/candidates": "engines/test_search.py",
+    "engines/cpu/collaborate": "images/test_groups.py",
     "engines/cpu/compiled": "_compat/test_numba.py",
     "engines/cpu/legal": "engines/test_search.py",
     "engines/cpu/windows": "engines/test_attend.py",

@@ -40,7 +40,7 @@ ROOMS: dict[str, set[str]] = {
     "functional": CALLS,
     "quality": USES - {"functional"},
     "nn": USES,
-    "images": {*USES, "quality"},
+    "images": {*USES, "core.calls", "engines.dispatch", "quality"},
     "integrations": {*USES, "bias", "nn", "quality"},
     "distributed": {*USES, "core.calls", "nn", "quality"},
     "explorer": {*USES, VERSION, "images", "quality"},
@@ -51,7 +51,7 @@ DOORS = {"__init__", "__main__"}
 # Rooms loaded by a function when they are first needed, since they are heavy; by whom.
 LAZY = {
     *(("cli", "cli"), ("cli", "images"), ("core", "distributed"), ("distributed", "distributed")),
-    ("functional", "quality"),
+    *(("functional", "quality"), ("images", "engines.cpu")),
 }
 # Packages that a function may import: they may be missing, or take long to import.
 OPTIONAL = {

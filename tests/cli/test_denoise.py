@@ -77,10 +77,17 @@ def test_a_folder_of_frames_is_a_film(tmp_path):
     assert (code, complaints) == (0, "")
     numbers = json.loads(printed)
     assert numbers["frames"] == 3
+    assert numbers["method"] == "collaborative"
     assert numbers["sigma"] == pytest.approx(25, rel=0.5)  # texture counts as noise
     assert numbers["psnr_db"] > numbers["noisy_psnr_db"] + 3
     assert sorted(file.name for file in (tmp_path / "out" / "denoised").iterdir()) == ["0.png", "1.png", "2.png"]
     assert (tmp_path / "out" / "denoise.png").stat().st_size > 100
+    fast = json.loads(call(*arguments, "--json", "--fast", "--patch", 3)[1])
+    assert (fast["method"], fast["settings"]["patch"]) == ("non-local means", 3)
+    assert numbers["psnr_db"] > fast["psnr_db"]
+    code, _, complaint = call(*arguments, "--patch", 3)
+    assert code == 2
+    assert "patch is a setting of the fast method; give --fast too, or leave it out" in complaint
 
 
 def test_an_empty_folder_is_refused(tmp_path):

@@ -33,3 +33,15 @@ def test_bad_arguments_are_one_line(tmp_path):
         assert code == 2
         assert message in complaints
         assert complaints.count("\n") == 1
+
+
+def test_a_scene_is_one_line_and_writes_nothing(tmp_path):
+    arguments = ("generate", "rocket", "--size", "40x40", "--iterations", 1, "--out", tmp_path / "out")
+    code, printed, complaints = call(*arguments)
+    assert (code, printed) == (2, "")
+    assert "rocket: this is a scene, not a texture" in complaints
+    assert complaints.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    code, printed, _ = call(*arguments, "--scenes", "--json")
+    assert code == 0
+    assert json.loads(printed)["unevenness"] > 0.165

@@ -68,6 +68,22 @@ def test_sharp_takes_single_patches(folder, tmp_path):
     assert settings["selective"] > 0
 
 
+def test_a_failure_is_told_with_its_place(tmp_path):
+    """A face in a hole cannot be known; a hole in the wall behind it can."""
+    results = []
+    for rectangle in ("180,60,90,120", "330,10,50,40"):
+        arguments = ("inpaint", "astronaut", "--rectangle", rectangle, "--iterations", 1, "--out", tmp_path)
+        code, printed, complaints = call(*arguments)
+        assert (code, complaints) == (0, "")
+        results.append((printed, json.loads((tmp_path / "inpaint.json").read_text())["doubts"]))
+    (printed, found), (quiet, none) = results
+    assert "warning" in printed
+    assert found[0]["distance"] > 0.095
+    assert all(abs(got - want) <= 8 for got, want in zip(found[0]["rectangle"], (180, 60, 90, 120), strict=True))
+    assert "warning" not in quiet
+    assert none == []
+
+
 def test_json_and_seeds(folder, tmp_path):
     arguments = ("inpaint", folder / "photo.png", "--mask", folder / "mask.png", "--iterations", 1, "--json")
     results = []

@@ -5,11 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from scram.images import collaborative as module
-from scram.images.collaborative import FIRST, SECOND, Sums, add_groups, collaborative, cosine, haar, opponent, spline
+from scram.images.collaborative import ALIKE, FIRST, SECOND, Sums, collaborative, opponent
 from scram.images.denoising import denoise
-
-LIKE = torch.zeros(1)
+from scram.spec.blocks import cosine, haar, spline
 
 
 def textured(channels, sigma, size=(40, 48)):
@@ -33,14 +31,7 @@ def test_it_is_better_than_non_local_means(channels):
     assert error(clean, picture) < 0.15 * error(noisy, picture)
 
 
-def test_transforms_lose_nothing():
-    for size in (1, 2, 8, 32):
-        torch.testing.assert_close(haar(size, LIKE) @ haar(size, LIKE).T, torch.eye(size))
-    torch.testing.assert_close(cosine(LIKE) @ cosine(LIKE).T, torch.eye(8), atol=1e-6, rtol=0)
-    made = spline(LIKE)
-    torch.testing.assert_close(made.norm(dim=1), torch.ones(8))
-    assert torch.linalg.cond(made) < 2
-    torch.testing.assert_close(made @ torch.ones(8), 8**0.5 * torch.eye(8)[0], atol=1e-6, rtol=0)  # details of nothing
+def test_colors_lose_nothing():
     axes = opponent(torch.zeros(1, 1, 3))
     torch.testing.assert_close(axes @ axes.T, torch.eye(3))
 
@@ -49,7 +40,7 @@ def by_loops(noisy, guide, sigma, how):
     """One pass over a picture of one channel, as the page says it: block by block."""
     height, width = noisy.shape
     blocks = [(i, j) for i in range(height - 7) for j in range(width - 7)]
-    line = (spline(LIKE) if guide is None else cosine(LIKE)).double()
+    line = spline() if guide is None else cosine()
     back = torch.linalg.inv(line)
     taper = torch.kaiser_window(8, periodic=False, beta=2.0, dtype=torch.float64)
     taper = taper[:, None] * taper
@@ -69,11 +60,12 @@ def by_loops(noisy, guide, sigma, how):
                 (float((cut(of, p) - cut(of, (i, j))).square().sum()), p)
                 for p in blocks
                 if all(a <= c < a + s for a, c, s in zip(low, p, sides, strict=True))
-            )[: how.group]
-            farthest = 64 * (how.farthest + how.noise * 2 * sigma**2)
-            count = 2 ** (max(1, sum(d <= farthest for d, _ in near)).bit_length() - 1)
+            )[: how.flat]
+            count = 2 ** (len(near).bit_length() - 1)
+            while count > how.group and near[count - 1][0] > ALIKE * 64 * sigma**2:
+                count //= 2
             group = [p for _, p in near[:count]]
-            mix = haar(count, LIKE).double()
+            mix = haar(count)
 
             def spectrum(x, group=group, mix=mix):
                 return torch.einsum("ab,bij->aij", mix, torch.stack([line @ cut(x, p) @ line.T for p in group]))
@@ -94,21 +86,14 @@ def by_loops(noisy, guide, sigma, how):
 
 @pytest.mark.parametrize("guided", [False, True], ids=["first", "second"])
 def test_a_pass_is_that_of_plain_loops(guided):
-    how = replace(SECOND if guided else FIRST, width=64, step=5, radius=4, group=8)
+    how = replace(SECOND if guided else FIRST, width=64, step=5, radius=4, group=8, flat=16)
     picture, noisy = textured(1, 0.1, (19, 22))
     guide = picture + 0.02 * torch.randn(picture.shape) if guided else None
-    sums = [Sums.like(noisy)]
-    add_groups([noisy], [guide] if guided else None, 0, 0.1, how, sums)
+    frames = noisy.movedim(-1, 0)[None].contiguous()
+    sums = Sums.like(frames)
+    sums.add(frames, guide.movedim(-1, 0)[None].contiguous() if guided else None, 0, 0.1, how)
     want = by_loops(noisy[..., 0], guide[..., 0] if guided else None, 0.1, how)
-    torch.testing.assert_close(sums[0].mean()[..., 0], want, atol=1e-4, rtol=1e-4)
-
-
-def test_strips_and_chunks_change_nothing(monkeypatch):
-    _, noisy = textured(3, 0.1)
-    want = collaborative(noisy, 0.1)
-    for name in ("STRIP_BYTES", "SCORE_NUMBERS", "CHUNK_NUMBERS"):
-        monkeypatch.setattr(module, name, 1 << 14)
-    torch.testing.assert_close(collaborative(noisy, 0.1), want, atol=1e-4, rtol=0)
+    torch.testing.assert_close(sums.mean()[0, 0], want, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("size", [(16, 16), (17, 43)])

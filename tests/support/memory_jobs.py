@@ -12,7 +12,7 @@ from scram.cli.arguments import MATCH_WIDTH
 from scram.images.synthesis import Settings
 from scram.quality.timing import memory_status, reset_peak
 
-NAMES = ("denoise", "inpaint", "generate", "retarget", "match")
+NAMES = ("denoise", "inpaint", "generate", "match")
 
 
 def job(name: str, picture: Tensor) -> tuple[Callable[[], object], int]:
@@ -29,8 +29,8 @@ def job(name: str, picture: Tensor) -> tuple[Callable[[], object], int]:
         hole_pixels = int(hole.sum())
         return lambda: images.inpaint(picture, hole, settings), memory.of_hole(pixels, hole_pixels, 3, settings.patch)
     size = (picture.shape[0], picture.shape[1] + 16)
-    make = images.generate if name == "generate" else images.retarget
-    return lambda: make(picture, size, settings), (pixels + size[0] * size[1]) * memory.of_patches(3, settings.patch)
+    expected = (pixels + size[0] * size[1]) * memory.of_patches(3, settings.patch)
+    return lambda: images.generate(picture, size, settings, scenes=True), expected
 
 
 def ratio(name: str) -> float:

@@ -208,11 +208,11 @@ def denoise(
     sigma: Annotated[float | None, Option(min=0.1, max=255, help="Noise level of 255; else it is estimated.")] = None,
     add_noise: Annotated[float | None, Option(min=0.1, max=255, help="First add noise; shows PSNR.")] = None,
     rivals: Annotated[bool, Option(help="With --add-noise, also run scikit-image and OpenCV.")] = True,
-    fast: Annotated[bool, Option("--fast", help="Of a picture: non-local means, in one pass.")] = False,
-    patch: Annotated[int | None, Option(min=1, help="--fast, films: side of patches, odd; gray 7, color 5.")] = None,
-    strength: Annotated[float | None, Option(help="--fast, films: bandwidth of weights in units of noise.")] = None,
-    matches: Annotated[int | None, Option(min=1, max=64, help="--fast: windows per pixel; 2.")] = None,
-    radius: Annotated[int | None, Option(min=0, max=64, help="--fast, films: of the windows; 5, 3.")] = None,
+    fast: Annotated[bool, Option("--fast", help="Non-local means, in one pass.")] = False,
+    patch: Annotated[int | None, Option(min=1, help="--fast: side of patches, odd; gray 7, color 5.")] = None,
+    strength: Annotated[float | None, Option(help="--fast: bandwidth of weights in units of noise.")] = None,
+    matches: Annotated[int | None, Option(min=1, max=64, help="--fast, pictures: windows per pixel; 2.")] = None,
+    radius: Annotated[int | None, Option(min=0, max=64, help="--fast: of the windows; 5, films 3.")] = None,
     reach: Annotated[int, Option(min=0, max=16, help="Of a film: frames on either side that are used.")] = 2,
     device: Device = "cpu",
     seed: Annotated[int, Option(min=0, help="Seed of the search and of added noise.")] = 0,
@@ -229,7 +229,10 @@ def denoise(
         if arguments.is_film(image):
             from .denoise_film import run as run_film
 
-            film = run_film(Path(image), out, sigma, add_noise, {**changed, "reach": reach, "seed": seed}, device)
+            changed |= {"reach": reach, "seed": seed}
+            film = run_film(
+                Path(image), out, sigma=sigma, add_noise=add_noise, fast=fast, changed=changed, device=device
+            )
             film.finish(out / "denoise.json", as_json)
             return
         is_sample = arguments.is_photograph(image)
@@ -281,13 +284,14 @@ def inpaint(
 
 
 @_command(
-    "generate grass --count 3", "generate texture.png --size 512x512", "generate photo.jpg --variety 0.2 --seed 7"
+    "generate grass --count 3", "generate texture.png --size 512x512", "generate tissue.jpg --variety 0.2 --seed 7"
 )
 def generate(
     image: Image,
     size: Annotated[str | None, Option(help="Of the new pictures, WxH; else as the picture.")] = None,
     count: Annotated[int, Option(min=1, max=1000, help="How many, with seeds that follow.")] = 1,
     variety: Annotated[float, Option(min=0, help="0 gives back the picture; much loses its layout.")] = 0.3,
+    scenes: Annotated[bool, Option("--scenes", help="Take what is no texture too: a collage.")] = False,
     out: Out = Path("scram-generate"),
     patch: PatchSide = None,
     iterations: Iterations = None,
@@ -295,7 +299,7 @@ def generate(
     seed: Annotated[int, Option(min=0, help="Seed of the first picture.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Make new pictures of the same texture or scene out of patches of a picture."""
+    """Make new pictures of a texture (grass, stones, tissue) out of its patches; scenes are refused."""
     with output_folder(out):
         arguments.check_device(device)
         arguments.is_photograph(image)
@@ -303,7 +307,9 @@ def generate(
         from .generate import run
 
         changed = _given(patch=patch, iterations=iterations, seed=seed)
-        run(image, width, height, count, variety, out, changed, device).finish(out / "generate.json", as_json)
+        run(image, width, height, count, variety, out, changed, device, scenes=scenes).finish(
+            out / "generate.json", as_json
+        )
 
 
 @_command("retarget photo.jpg --size 400x", "retarget photo.jpg --size 640x360 --out /tmp/r --json")
@@ -311,21 +317,17 @@ def retarget(
     image: Image,
     size: Annotated[str, Option(help="Of the result: WxH, or Wx or xH to keep the other side.")],
     out: Out = Path("scram-retarget"),
-    patch: PatchSide = None,
-    iterations: Iterations = None,
     device: Device = "cpu",
-    seed: SearchSeed = 0,
     as_json: Json = False,
 ) -> None:
-    """Make a picture narrower or wider, lower or higher, without squeezing what it shows."""
+    """Make a picture narrower or wider, lower or higher; what stands out keeps its shape where there is room."""
     with output_folder(out):
         arguments.check_device(device)
         arguments.is_photograph(image)
         width, height = arguments.picture_size(size)
         from .retarget import run
 
-        changed = _given(patch=patch, iterations=iterations, seed=seed)
-        run(image, width, height, out, changed, device).finish(out / "retarget.json", as_json)
+        run(image, width, height, out, device).finish(out / "retarget.json", as_json)
 
 
 @_command("figures", "figures --only maps,modes --out /tmp/f", "figures --size 288 --json")

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..images.denoising import estimate_noise
 from ..images.films import Film, FolderWriter, Writer, open_film
 from ..images.reading import Picture, Shape
-from ..images.video import Settings, denoise_frames
+from ..images.video import Settings, check_film, denoise_frames
 from . import memory, pictures
 from .console import Printout, complain, counted, numbers_table, progress_line
 from .pictures import Panel, psnr
@@ -26,15 +26,24 @@ FIRST = 5  # frames on which the noise is estimated
 
 
 def run(
-    path: Path, out: Path, sigma: float | None, add_noise: float | None, changed: Mapping[str, Any], device: str
+    path: Path,
+    out: Path,
+    *,
+    sigma: float | None,
+    add_noise: float | None,
+    fast: bool,
+    changed: Mapping[str, Any],
+    device: str,
 ) -> Printout:
     """Denoise a film or a folder of frames; with added noise, measure each frame."""
+    check_film(fast, changed, "--fast")
     film = open_film(path)
-    check_memory(path, film.shape, changed, device)
+    check_memory(path, film.shape, changed, device, fast)
     head = list(islice(film.frames, FIRST))
     if not head:
         raise ValueError(f"{path}: no frames")
     settings = Settings.of(head[0].pixels.shape[-1], changed)
+    common = {"reach": settings.reach, "seed": settings.seed}
     source = _Source(film, head, add_noise, settings.seed)
     level = estimated(source.first) if sigma is None else sigma / 255
     if level == 0:
@@ -49,7 +58,8 @@ def run(
     try:
         with writer, progress_line(*columns, TimeRemainingColumn(), total=film.count) as (bar, task):
             bar.update(task, description="denoising")
-            denoised = denoise_frames((frame.to(device) for frame in source), level, **asdict(settings))
+            frames = (frame.to(device) for frame in source)
+            denoised = denoise_frames(frames, level, fast=fast, **(asdict(settings) if fast else common))
             for clean in denoised:
                 picture, noisy = source.seen.popleft()
                 clean = clean.cpu().clamp(0, 1)
@@ -78,7 +88,8 @@ def run(
         "sigma": 255 * level,
         "sigma_estimated": sigma is None,
         "added_noise": add_noise,
-        "settings": asdict(settings),
+        "method": "non-local means" if fast else "collaborative",
+        "settings": asdict(settings) if fast else common,
         "seconds": seconds,
         "noisy_psnr_db": sum(before) / len(before) if before else None,
         "psnr_db": sum(after) / len(after) if after else None,
@@ -93,14 +104,16 @@ def run(
     return Printout(numbers, [numbers_table(("", ""), rows, title, note)], files)
 
 
-def check_memory(path: Path, shape: Shape, changed: Mapping[str, Any], device: str) -> None:
+def check_memory(path: Path, shape: Shape, changed: Mapping[str, Any], device: str, fast: bool) -> None:
     """Refuse frames that do not fit into memory."""
     colors = 1 if shape.channels < 3 else 3
     settings = Settings.of(colors, changed)
     frames = 2 * settings.reach + 1
-    per_pixel = memory.READING * colors * frames
-    if device == "cpu":
+    per_pixel = memory.READING * colors * (frames if fast else 4 * settings.reach + 1)
+    if device == "cpu" and fast:
         per_pixel += memory.of_frames(colors, settings.patch, settings.width, frames)
+    elif device == "cpu":
+        per_pixel += memory.of_blocks(colors, frames)
     memory.check(shape.pixels * per_pixel, f"{path}: denoising needs", "give smaller frames or a smaller --reach")
 
 
@@ -145,4 +158,4 @@ def draw(clean: Tensor, noisy: Tensor, result: Tensor, known: bool, out: Path) -
         Panel("Denoised", result.expand(-1, -1, 3), f"PSNR {psnr(result, clean):.2f} dB" if known else ""),
         Panel("Removed", (0.5 + 2 * (noisy - result)).mean(-1, keepdim=True).expand(-1, -1, 3), "times 2"),
     ]
-    pictures.sheet(panels, out / "denoise.png", "scram denoise: non-local means over several frames")
+    pictures.sheet(panels, out / "denoise.png", "scram denoise: a film")

@@ -32,12 +32,17 @@ def image_shape(image: str) -> Shape:
     return Shape(*photograph(image).shape) if is_photograph(image) else memory.check_reading(image)
 
 
-def check_memory(image: str, size: tuple[int | None, int | None], patch: int, what: str, device: str) -> None:
-    """Refuse a picture and a result of that (height, width), None as the picture's, whose patches would not fit."""
+def check_memory(
+    image: str, size: tuple[int | None, int | None], of_pixel: Callable[[int], int], what: str, device: str
+) -> None:
+    """Refuse a picture and a result of that (height, width), None as the picture's, that would not fit.
+
+    `of_pixel` says how many bytes a pixel of so many channels takes.
+    """
     shape = image_shape(image)
     pixels = shape.pixels + (size[0] or shape.height) * (size[1] or shape.width)
     if device == "cpu":
-        needed = pixels * memory.of_patches(shape.channels, patch)
+        needed = pixels * of_pixel(shape.channels)
         memory.check(needed, f"{image}: {what} needs", "give a smaller picture or size")
 
 

@@ -1,11 +1,13 @@
-"""`scram generate`: new pictures of the same texture or scene."""
+"""`scram generate`: new pictures of the same texture."""
 
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
-from ..images.generation import DEFAULT, generate
+from ..images.generation import DEFAULT, MOST_UNEVEN, generate, unevenness
 from ..images.reading import write
 from ..images.similarity import two_way
+from . import memory
 from .console import Printout
 from .edits import bar, channels_of, check_memory, open_image, report, shown, timed, with_channels
 from .pictures import Panel
@@ -20,22 +22,31 @@ def run(
     out: Path,
     changed: dict[str, int],
     device: str,
+    *,
+    scenes: bool,
 ) -> Printout:
     """Generate `count` pictures with following seeds and write them."""
     settings = replace(DEFAULT, **changed)
-    check_memory(image, (height, width), settings.patch, "generating", device)
+    check_memory(image, (height, width), partial(memory.of_patches, patch=settings.patch), "generating", device)
     picture = open_image(image)
     size = (height or picture.pixels.shape[0], width or picture.pixels.shape[1])
     channels = channels_of(picture).to(device)
+    uneven = unevenness(channels)
+    if not scenes and uneven is not None and uneven > MOST_UNEVEN:
+        raise ValueError(
+            f"{image}: this is a scene, not a texture: edges in its windows differ by {uneven:.3f}, in a texture by at "
+            f"most {MOST_UNEVEN}; cut out a part that looks alike everywhere, or give --scenes for a collage"
+        )
     panels = [Panel("Source", shown(picture))]
     results = []
     files = []
     with bar("generating") as told:
         for number in range(count):
             own = replace(settings, seed=settings.seed + number)
+            share_told = lambda share, number=number: told((number + share) / count)  # noqa: E731
             x, seconds = timed(
-                lambda own=own, number=number: generate(  # type: ignore[misc]
-                    channels, size, own, variety=variety, progress=lambda share: told((number + share) / count)
+                lambda own=own, share_told=share_told: generate(  # type: ignore[misc]
+                    channels, size, own, variety=variety, scenes=True, progress=share_told
                 )
             )
             result = with_channels(picture, x)
@@ -63,6 +74,7 @@ def run(
         files,
         result=list(size),
         variety=variety,
+        unevenness=uneven,
         settings=asdict(settings),
         pictures=results,
     )

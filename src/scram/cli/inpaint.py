@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..images.doubts import LIMIT, Doubt, doubts
 from ..images.inpainting import SHARP, inpaint, suited, surroundings
 from ..images.reading import Picture, read, write
 from . import memory
@@ -48,13 +50,16 @@ def run(
     result = replace(result, pixels=kept)
     write(result, out / "inpainted.png")
     share = float(hole.float().mean())
+    part = surroundings(hole)
+    found = doubts(channels_of(result)[part], hole[part])
+    warning = _warning(found, (part[0].start, part[1].start))
     panels = [
         Panel(
             "Before", torch.where(hole.unsqueeze(-1), MARK, shown(before)), f"the hole is {share:.1%} of the picture"
         ),
-        Panel("After", shown(result), f"{seconds:.1f} s"),
+        Panel("After", shown(result), "look at it: parts of it are unlike the rest" if found else f"{seconds:.1f} s"),
     ]
-    rows = [("hole", f"{share:.1%}"), ("time", f"{seconds:.2f} s on {device}")]
+    rows = [("hole", f"{share:.1%}"), ("time", f"{seconds:.2f} s on {device}"), *warning]
     return report(
         "inpaint",
         image,
@@ -67,7 +72,26 @@ def run(
         hole_share=share,
         seconds=seconds,
         settings=asdict(settings),
+        doubts=[_moved(doubt, (part[0].start, part[1].start)) for doubt in found],
     )
+
+
+def _moved(doubt: Doubt, first: tuple[int, int]) -> dict[str, Any]:
+    """A doubt about a part of a picture that begins at (row, column), in words of `--rectangle`."""
+    top, left, bottom, right = doubt.box
+    return {"rectangle": [left + first[1], top + first[0], right - left, bottom - top], "distance": doubt.distance}
+
+
+def _warning(found: Sequence[Doubt], first: tuple[int, int]) -> list[tuple[str, str]]:
+    """A row for each part of the hole that looks like nothing else in the picture."""
+    return [
+        (
+            "warning",
+            "unlike the rest of the picture, look at it: {},{},{},{} ".format(*_moved(doubt, first)["rectangle"])
+            + f"(left,top,width,height; {doubt.distance:.3f} from any patch, {LIMIT} at most elsewhere)",
+        )
+        for doubt in found
+    ]
 
 
 def find_hole(picture: Picture, mask: Path | None, rectangles: Sequence[Rectangle]) -> Tensor:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..images.collaborative import SIDE
 from ..images.reading import Shape, shape_of
 from ..quality.timing import memory_status
+from ..spec.blocks import PIXELS
 
 READING = 16  # bytes of a value while a picture is read: Pillow's, an array's, float32 twice
-BLOCK_COPIES = 7  # of all blocks of a picture, likewise
+BLOCK_COPIES = 12  # of a picture beside the features of its blocks, which are held twice
 PATCH_COPIES = 8  # of all patches of a picture, as float32, that are held at once
 BESIDE = 300  # bytes of a pixel beside its patch: features, matches, weights, what is drawn
 SMALLER = "give a smaller picture"
@@ -33,13 +33,18 @@ def check_reading(path: str | Path, height: int | None = None) -> Shape:
 
 
 def of_patches(channels: int, patch: int, copies: int = PATCH_COPIES) -> int:
-    """Bytes of a pixel where the patches of all pixels are held: `denoise`, `generate`, `retarget`."""
+    """Bytes of a pixel where the patches of all pixels are held: `denoise`, `generate`."""
     return copies * 4 * channels * patch**2 + BESIDE
 
 
-def of_blocks(channels: int) -> int:
+def of_blocks(channels: int, frames: int = 1) -> int:
     """Bytes of a pixel where the blocks of all pixels are compared and grouped: `denoise` without `--fast`."""
-    return of_patches(channels, SIDE, BLOCK_COPIES)
+    return 4 * frames * (2 * PIXELS + BLOCK_COPIES * channels) + BESIDE
+
+
+def of_resized(channels: int) -> int:
+    """Bytes of a pixel, of the source and of the result: `retarget`."""
+    return READING * channels
 
 
 def of_hole(pixels: int, hole: int, channels: int, patch: int) -> int:

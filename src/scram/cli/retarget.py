@@ -1,35 +1,37 @@
-"""`scram retarget`: a picture in another format, its content kept."""
+"""`scram retarget`: a picture in another format, what stands out in it kept in shape."""
 
-from dataclasses import asdict, replace
 from pathlib import Path
+
+import torch
 
 from ..images.pyramid import resize
 from ..images.reading import write
-from ..images.retargeting import DEFAULT, retarget
-from ..images.similarity import two_way
+from ..images.retargeting import retarget, shape_error, strips
+from ..images.saliency import saliency
+from . import memory
 from .console import Printout
-from .edits import bar, channels_of, check_memory, open_image, report, shown, timed, with_channels
+from .edits import channels_of, check_memory, open_image, report, shown, timed, with_channels
 from .pictures import Panel
 
 
-def run(image: str, width: int | None, height: int | None, out: Path, changed: dict[str, int], device: str) -> Printout:
+def run(image: str, width: int | None, height: int | None, out: Path, device: str) -> Printout:
     """Retarget the picture, write it, and beside it the same resized."""
-    settings = replace(DEFAULT, **changed)
-    check_memory(image, (height, width), settings.patch, "retargeting", device)
+    check_memory(image, (height, width), memory.of_resized, "retargeting", device)
     picture = open_image(image)
-    size = (height or picture.pixels.shape[0], width or picture.pixels.shape[1])
+    old = (picture.pixels.shape[0], picture.pixels.shape[1])
+    size = (height or old[0], width or old[1])
     channels = channels_of(picture).to(device)
-    with bar("retargeting") as told:
-        retargeted, seconds = timed(lambda: retarget(channels, size, settings, progress=told))
-    stretched = resize(channels, size)
+    retargeted, seconds = timed(lambda: retarget(channels, size))
     result = with_channels(picture, retargeted)
-    plain = with_channels(picture, stretched)
+    plain = with_channels(picture, resize(channels, size))
     write(result, out / "retargeted.png")
-    far = {
-        name: two_way(x.to(device), channels, settings)
-        for name, x in (("retargeted", retargeted), ("resized", stretched))
+    importance = saliency(channels)
+    one = torch.ones(1, device=importance.device)
+    changed = {
+        "retargeted": shape_error(importance, *strips(importance, old, size)),
+        "resized": shape_error(importance, one * size[0] / old[0], one * size[1] / old[1]),
     }
-    notes = {name: f"distance of patches {x:.4f} to the source, {y:.4f} back" for name, (x, y) in far.items()}
+    notes = {name: f"what stands out changes its shape by {error:.0%}" for name, error in changed.items()}
     panels = [
         Panel("Source", shown(picture)),
         Panel("Resized", shown(plain), notes["resized"]),
@@ -47,6 +49,5 @@ def run(image: str, width: int | None, height: int | None, out: Path, changed: d
         ["retargeted.png"],
         result=list(size),
         seconds=seconds,
-        settings=asdict(settings),
-        patch_distance={name: {"to_source": x, "from_source": y} for name, (x, y) in far.items()},
+        shape_error=changed,
     )

@@ -383,3 +383,28 @@ class WindowScoresGrads(NamedTuple):
 
     q: Tensor
     k: Tensor
+
+
+class BlockGroupsCall(NamedTuple):
+    """Group blocks of one frame with blocks like them in all frames, shrink each group, and add it to sums.
+
+    A group holds the nearest blocks in order, the reference block before all, a power of two of them. Without guides
+    coefficients up to the limit are set to 0; with them a Wiener filter takes their squared coefficients for the signal
+    and the limit for the noise. Blocks count by 1 / the sum of the squared factors, for each channel.
+    """
+
+    noisy: Tensor  # float32 [frames, C, H, W]
+    guides: Tensor | None  # float32 [frames, C, H, W], estimates of them
+    features: Tensor  # float32 [frames, h, w, D] of the block at each place; their distance is that of the blocks
+    own: int  # the frame whose blocks groups are made for
+    rows: Tensor  # int64 [n], lines of the reference blocks
+    columns: Tensor  # int64 [m]
+    centers: Tensor  # int32 [frames, n, m, 2], where the window of each reference block lies in each frame
+    radii: tuple[int, ...]  # of the windows, for each frame
+    group: int  # blocks at most, a power of two
+    least: int  # a power of two: larger groups hold blocks within `alike` alone; fewer where windows hold fewer
+    alike: float  # squared distance
+    limits: Tensor  # float32 [C]
+    taper: Tensor  # float32 [64], how much each pixel of a block counts
+    values: Tensor  # float32 [frames, C, H, W], added to
+    weights: Tensor  # float32 [frames, C, H, W], added to

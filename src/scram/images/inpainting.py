@@ -14,6 +14,7 @@ from .checks import check_extents, check_finite, check_floats, widened
 from .patches import whole
 from .pyramid import depth, finer, resize, scaled, scales, shrink_known
 from .smooth import smooth_fill
+from .structure import Structure, continued, parts
 from .synthesis import Progress, Settings, Source, update
 from .tiles import Tiles
 
@@ -30,6 +31,9 @@ AROUND = 32  # pixels around a hole whose texture is looked at
 EVEN_MEANS = 0.6
 EVEN_ROUGHNESS = 0.4
 LARGE = 2**21  # pixels around a hole that are enough to fill it
+STRUCTURE = 80  # pixels of the shorter side at which the structure of a hole is looked for, at least
+FARTHER = 1.4  # it is taken where the mean distance of patches to their matches is below so many times that without
+COSTLY = 0.025  # and where its pixels cost less: above its seams show
 LEAST_PATCHES = 16  # whole patches of the source without which a hole is filled smoothly
 
 
@@ -100,6 +104,7 @@ def _filled(picture: Tensor, hole: Tensor, settings: Settings | None, told: Prog
     if not fitting:
         return smooth_fill(picture, hole, order=1)
     settings = replace(settings, patch=fitting[0])
+    side = settings.patch
     sizes = _levels(hole, settings.patch)
     channels = picture.shape[-1]
     if len(sizes) > 1:
@@ -110,21 +115,52 @@ def _filled(picture: Tensor, hole: Tensor, settings: Settings | None, told: Prog
     if len(sizes) > 1 and settings.finish is not None:  # the whole result is matched anew, by single patches
         plan.append((sizes[-1], [replace(settings, matches=1, focus=settings.finish)]))
     work = [height * width * len(steps) for (height, width), steps in plan]
-    above: tuple[Tensor, Matches] | None = None
+    above: Level | None = None
+    structural = next((n for n, size in enumerate(sizes) if len(sizes) > 1 and min(size) >= STRUCTURE), None)
     for level, (size, steps) in enumerate(plan):
         known, missing = shrink_known(picture, hole, size)
         done = sum(work[:level]) / sum(work)
         share = work[level] / sum(work)
-        above = _fill(
-            known,
-            missing,
-            above,
-            steps,
-            level * settings.iterations,
-            lambda x, done=done, share=share: told(done + share * x),  # type: ignore[misc]
-        )
+        level_told = lambda x, done=done, share=share: told(done + share * x)  # noqa: E731
+        first = level * settings.iterations
+        found = _fill(known, missing, above, steps, first, level_told)
+        if level == structural and (structure := continued(known, missing, channels)) is not None:
+            other = _fill(known, missing, above, steps, first, lambda share: None, structure)
+            found = _better(found, other, structure, missing, side)
+        above = found
     assert above is not None
     return torch.where(hole.unsqueeze(-1), above[0], picture)[..., :channels]
+
+
+Level = tuple[Tensor, Matches]
+
+
+def _better(plain: Level, other: Level, structure: Structure, hole: Tensor, side: int) -> Level:
+    """Of two fills of a level the one or the other for each connected part of a hole, bool [H, W].
+
+    The other one started from the structure. It is taken where that has no costly seams and where its patches are not
+    much farther from their matches: joints that fade away have near ones too.
+    """
+    part = parts(hole)
+    count = int(part.max()) + 1
+    rim = side // 2
+    inner = (slice(rim, hole.shape[0] - rim), slice(rim, hole.shape[1] - rim))
+
+    def means(x: Tensor, number: Tensor) -> Tensor:
+        fits = (number >= 0) & x.isfinite()
+        total = x.new_zeros(count).index_add(0, number[fits], x[fits])
+        return total / fits.new_zeros(count, dtype=x.dtype).index_add(0, number[fits], fits[fits].to(x)).clamp(min=1)
+
+    far = [means(-found.score[0, 0, ..., 0], part[inner]) for _, found in (plain, other)]
+    better = (far[1] < FARTHER * far[0]) & (means(structure.cost, part) < COSTLY)
+    taken = F.pad(better, (1, 0))[part + 1]  # [H, W]
+    patches = taken[inner][None, None, ..., None]
+    matches = Matches(
+        torch.where(patches, other[1].index, plain[1].index),
+        torch.where(patches, other[1].score, plain[1].score),
+        plain[1].key_grid,
+    )
+    return torch.where(taken[..., None], other[0], plain[0]), matches
 
 
 def suited(picture: Tensor, hole: Tensor) -> Settings:
@@ -203,6 +239,7 @@ def _fill(
     steps: list[Settings],
     first_step: int,
     told: Progress,
+    structure: Structure | None = None,
 ) -> tuple[Tensor, Matches]:
     """One level: from the guess and the matches of the level above to those of this one.
 
@@ -222,13 +259,17 @@ def _fill(
     weight = F.avg_pool2d(TRUST ** -deep[None, None], side, 1)[0, 0] * touched
     near = F.max_pool2d(hole.float()[None, None], 2 * side - 1, 1, side - 1)[0, 0] > 0  # pixels with a vote
     blurred = warm = None
-    if above is None:
+    if structure is not None:
+        guess = structure.picture
+    elif above is None:
         guess = smooth_fill(known, hole, order)
     else:
         guess = torch.where(inside, resize(above[0], size), known)
-        if above[0].shape[:2] != size:
-            blurred = resize(resize(guess, (above[0].shape[0], above[0].shape[1])), size)
-            warm = finer(above[1], side, size, size)
+    if above is not None and above[0].shape[:2] != size:
+        blurred = resize(resize(guess, (above[0].shape[0], above[0].shape[1])), size)
+        warm = finer(above[1], side, size, size)
+    if structure is not None:
+        warm = structure.matches(side)
     for step, settings in enumerate(steps):
         tiles = Tiles.of(touched, TILE, step % 2 * TILE // 2)  # matches cross the borders of tiles in the next step
         seen, blurred_source = (guess, None) if step or blurred is None else (blurred, blurred)
