@@ -1,7 +1,8 @@
 """Where a search with clusters becomes faster than dense attention: `python benchmarks/crossover.py [--device cuda]`.
 
-Both of the same random tensors, in turn; beside them what `defaults.COSTS` chooses, and a call that goes dense beside
-torch's own. `--table` prints what is stored. Results: results/crossover_cpu.json, results/crossover_cuda.json.
+Both of the same random tensors, in turn; beside them what `resolve.COSTS` chooses, and a call that goes dense beside
+torch's own. On a CPU: CPU time of one thread, the least of several, which other programs hardly change.
+`--table` prints what is stored. Results: results/crossover_cpu.json, results/crossover_cuda.json.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from rich.progress import track
 from store import RESULTS, Store
 
 import scram
-from scram.core.resolve import dense_is_cheaper
+from scram.core.resolve import default_search, default_tail, dense_is_cheaper
 
-SIDES = {"cpu": (16, 32, 48, 64, 96, 128), "cuda": (128, 160, 192, 256)}
-PAUSE, LONG = 0.2, 1.0  # seconds before the calls of a contender, and of all of them
+SIDES = {"cpu": (16, 32, 40, 48, 56, 64, 80, 96), "cuda": (128, 160, 192, 256)}
+PAUSE = 0.2  # seconds before the calls of a contender
+LONG = {"cpu": 0.3, "cuda": 1.0}  # seconds of all calls of a contender
 DTYPES = {"cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float32)}
 SHAPES = ((1, 64), (8, 64), (1, 16))  # heads, width
-MOST = {"cpu": 1.5e11, "cuda": 1e13}  # products of a dense call at most
+MOST = {"cpu": 3e10, "cuda": 1e13}  # products of a dense call at most
 
 
 def measured(side: int, heads: int, width: int, dtype: torch.dtype, device: str) -> dict[str, Any]:
@@ -34,6 +36,7 @@ def measured(side: int, heads: int, width: int, dtype: torch.dtype, device: str)
     shape = (1, heads, side, side, width)
     q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
     flat = [x.flatten(2, 3) for x in (q, k, v)]
+    clock, choose = (time.process_time, min) if device == "cpu" else (time.perf_counter, statistics.median)
 
     def waiting(call: Callable[[], Any]) -> Callable[[], None]:
         def run() -> None:
@@ -43,9 +46,10 @@ def measured(side: int, heads: int, width: int, dtype: torch.dtype, device: str)
 
         return run
 
+    tail = default_tail(device, "softmax", False, "dot")
     calls = {
         "dense": waiting(lambda: F.scaled_dot_product_attention(*flat)),
-        "searched": waiting(lambda: scram.attention(q, k, v, search=scram.Search())),
+        "searched": waiting(lambda: scram.attention(q, k, v, search=default_search(device, tail), tail=tail)),
         "default": waiting(lambda: scram.attention(q, k, v)),
     }
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -53,15 +57,15 @@ def measured(side: int, heads: int, width: int, dtype: torch.dtype, device: str)
         for name, call in calls.items():
             time.sleep(PAUSE)  # torch's threads go on spinning for a while
             call()
-            begun = time.perf_counter()
+            begun = clock()
             for _ in range(20):
-                start = time.perf_counter()
+                start = clock()
                 call()
-                times[name].append(time.perf_counter() - start)
-                if time.perf_counter() - begun > LONG:
+                times[name].append(clock() - start)
+                if clock() - begun > LONG[device]:
                     break
-    medians = {f"{name}_ms": 1e3 * statistics.median(each) for name, each in times.items()}
-    return {**medians, "goes_dense": dense_is_cheaper(q, k, v)}
+    chosen = {f"{name}_ms": 1e3 * choose(each) for name, each in times.items()}
+    return {**chosen, "goes_dense": dense_is_cheaper(q, k, v)}
 
 
 def table(rows: dict[str, Any]) -> str:
@@ -81,6 +85,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after this time")
     parser.add_argument("--table", action="store_true")
     given = parser.parse_args()
+    if given.device == "cpu":
+        torch.set_num_threads(1)
     store = Store(f"crossover_{given.device}", given.results)
     rows = list(itertools.product(DTYPES[given.device], SHAPES, SIDES[given.device]))
     end = time.monotonic() + given.seconds

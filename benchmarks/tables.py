@@ -446,10 +446,39 @@ def busy() -> str:
     loads = list(dict.fromkeys(name.split(", ", 1)[0] for name in rows))
     lines = []
     for stage in dict.fromkeys(name.split(", ", 1)[1] for name in rows):
-        pairs = [rows[f"{one}, {stage}"] for one in loads]
-        cells = (f"{x['ms_1']:.1f}, {x['ms_2']:.1f} ({x['ms_2'] / x['ms_1']:.2f})" for x in pairs)
+        pairs = [rows.get(f"{one}, {stage}") for one in loads]
+        cells = (f"{x['ms_1']:.1f}, {x['ms_2']:.1f} ({x['ms_2'] / x['ms_1']:.2f})" if x else "" for x in pairs)
         lines.append((stage, *cells))
     return table(("stage", *loads), *lines)
+
+
+def cold() -> str:
+    """docs/measurements: first calls that compile."""
+    head = ("first call", "forward", "CPU of the calling process", "backward")
+    rows = []
+    for name, row in table_cells.load("cold").items():
+        backward = f"{row['backward_seconds']:.1f} s" if "backward_seconds" in row else ""
+        rows.append((name, f"{row['seconds']:.1f} s", f"{row['own_cpu_seconds']:.1f} s", backward))
+    return table(head, *rows)
+
+
+def busy_tune() -> str:
+    """docs/measurements: plans chosen quiet and beside other programs."""
+    head = ("tensors", "chosen quiet", "chosen beside 2 torch programs", "ms of both, quiet", "ratio")
+    rows = table_cells.load("busy_tune").items()
+    return table(
+        head,
+        *((x, r["quiet"], r["busy"], f"{r['ms_quiet']:.1f}, {r['ms_busy']:.1f}", f"{r['ratio']:.2f}") for x, r in rows),
+    )
+
+
+def busy_inpaint() -> str:
+    """docs/measurements: inpainting beside other programs."""
+    head = ("beside", "seconds", "CPU seconds", "PSNR in the hole")
+    rows = table_cells.load("busy_inpaint").items()
+    return table(
+        head, *((x, f"{r['seconds']:.1f}", f"{r['cpu_seconds']:.1f}", f"{r['psnr_db']:.2f} dB") for x, r in rows)
+    )
 
 
 def versions() -> str:
@@ -538,6 +567,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "learn-bias": tables_learn.bias,
     "learn-swap": tables_learn.swaps,
     "busy": busy,
+    "busy-tune": busy_tune,
+    "busy-inpaint": busy_inpaint,
+    "cold": cold,
     "frontier": tables_frontier.frontier,
     "frontier-default": tables_frontier.frontier_default,
     "frontier-gpu": tables_frontier.frontier_gpu,

@@ -172,7 +172,7 @@ def gmflow_layers_flow() -> str:
 
 # --- SAM 2 ---
 
-SAM2_MACHINES = {"cpu": "one CPU core, float32, torch SDPA", "cuda": "H200, bfloat16, cuDNN attention"}
+SAM2_MACHINES = {"cpu": "2 CPU cores, float32, torch SDPA", "cuda": "H200, bfloat16, cuDNN attention"}
 SAM2_WAYS = {"dense": "dense", "default": "SCRAM, default", "0.05": "SCRAM, error 5 %", "0.02": "SCRAM, error 2 %"}
 
 

@@ -221,17 +221,15 @@ def quality(model: Model, picture: Tensor, plans: Plans) -> Row:
     at = points()
     wanted = model.encoder.features(picture)
     masked, predicted = masks(model.decoder, wanted, at)
-    sure = predicted.amax(-1) > SURE
+    sure = (predicted.amax(-1) > SURE).cpu()
+    counting, shown = predicted[sure], best(masked, predicted)[sure]
     row: Row = {"sure": int(sure.sum()), "points": len(at)}
     for name, way in ways(plans).items():
         if name == "dense":
             continue
         features = model.encoder.features(picture, way)
-        made = best(masks(model.decoder, features, at)[0], predicted)
-        row[name] = {
-            "embedding_error": off(features.embedding, wanted.embedding),
-            "iou": iou(made[sure], best(masked, predicted)[sure]),
-        }
+        made = best(masks(model.decoder, features, at[sure])[0], counting) if sure.any() else shown
+        row[name] = {"embedding_error": off(features.embedding, wanted.embedding), "iou": iou(made, shown)}
     return row
 
 

@@ -102,3 +102,29 @@ def test_clear_caches_empties_every_cache(monkeypatch):
     assert draws.cell_counts.cache_info().currsize == 0
     with pytest.warns(layout_hints.LayoutWarning):  # as on the first call
         scram.attention(q, q, q)
+
+
+def test_in_one_pool_torch_has_the_calling_thread_and_the_engine_all(monkeypatch):
+    """The backward pass too; outside torch has its threads again, also after an error."""
+    q = randn(1, 1, 12, 12, 8).requires_grad_()
+    threads = pytest.importorskip("scram.engines.cpu.threads")
+    monkeypatch.setattr(threads, "usable_cores", lambda: 2)
+    seen = []
+    count = threads.num_threads
+    monkeypatch.setattr(threads, "num_threads", lambda: seen.append(count()) or count())
+    hooked = []
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with scram.single_pool():
+            out = scram.attention(q, q, q, search=scram.Search(seed=0), impl="numba")
+            out.register_hook(lambda grad: hooked.append(torch.get_num_threads()))
+            out.sum().backward()
+            assert torch.get_num_threads() == 1
+        with pytest.raises(ZeroDivisionError), scram.single_pool():
+            1 / 0  # noqa: B018
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen) == {2}
+    assert hooked == [1]

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .functional import merge as merge
     from .functional import route as route
     from .functional import search as search
+    from .functional import single_pool as single_pool
     from .integrations.layers import Layer as Layer
     from .integrations.layers import Plans as Plans
     from .integrations.patch import patch_sdpa as patch_sdpa
@@ -119,6 +120,7 @@ _HOMES = {
     "route": "functional",
     "scaled_dot_product_attention": "integrations.sdpa",
     "search": "functional",
+    "single_pool": "functional",
     "survey": "integrations.patch",
     "trust": "quality.trust",
     "tune": "quality.tune",

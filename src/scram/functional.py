@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from inspect import signature
 from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
 
+from ._compat import ONE_THREAD
 from .core import checks, dtensors, first_call, layout_hints, pipeline, resolve
 from .core.bias import Bias, Extra, Pair
 from .core.checks import explains, unknown_arguments
@@ -41,6 +43,7 @@ __all__ = [
     "merge",
     "route",
     "search",
+    "single_pool",
 ]
 NO_DIAGNOSTICS = dict.fromkeys(("variance", "ess", "acceptance", "rhat"))
 
@@ -686,6 +689,21 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Attended:
     result: Result = execute(pipeline.run, q, k, v, request)
     assert result.lse is not None
     return Attended(result.out, result.lse)
+
+
+def single_pool() -> AbstractContextManager[None]:
+    """A context in which torch's operators run on the calling thread; stages of SCRAM keep all threads.
+
+    For models with SCRAM in their layers on a CPU that other programs use too. Each parallel region of torch ends when
+    all its threads have run, so it waits for a core, for milliseconds; the tasks of SCRAM's own threads are done by
+    those that run. A backward pass inside the context belongs to it. It is of one Python thread, and may be nested.
+
+    >>> x = torch.randn(1, 1, 64, 64, 16)
+    >>> with scram.single_pool():
+    ...     torch.get_num_threads()
+    1
+    """
+    return ONE_THREAD
 
 
 def clear_caches() -> None:

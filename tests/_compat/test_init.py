@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
+from torch.utils.flop_counter import FlopCounterMode
 
 import scram
 from scram import _compat
@@ -148,3 +149,51 @@ def test_without_the_library_operators_keep_their_threads(monkeypatch):
     with _compat.ONE_THREAD:
         assert (torch.get_num_threads(), _compat.num_threads()) == (2, 2)
     assert torch.get_num_threads() == 2
+
+
+def test_a_backward_pass_is_known(monkeypatch):
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = 2 * x
+    y.register_hook(lambda grad: seen.append(_compat.in_backward()))
+    y.sum().backward(retain_graph=True)
+    assert seen == [True]
+    assert not _compat.in_backward()
+    monkeypatch.setattr(_compat, "_backward_pass", None)
+    y.sum().backward()
+    assert seen == [True, False]
+
+
+def test_what_can_be_measured(monkeypatch):
+    seen = []
+    torch.vmap(lambda x: seen.append(_compat.measurable()) or x)(torch.zeros(2))
+    with FlopCounterMode(display=False):
+        seen.append(_compat.measurable())
+    assert seen == [False, False]
+    monkeypatch.setattr(_compat, "_mode_active", None)
+    assert _compat.measurable()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fixed", [True, False])
+def test_extents_whose_product_is_fixed_are_fixed_too(fixed):
+    graphs = []
+
+    def fix(total):
+        graphs.append(total)
+        if fixed:
+            _compat.fix_extents(total)
+        return 0
+
+    torch.compiler.assume_constant_result(fix)
+
+    def function(x):
+        return x + fix(len(range(x.flatten().shape[0])))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    for size in ((4, 16), (16, 4), (8, 8), (8, 8)):
+        compiled(torch.zeros(size))
+    torch._dynamo.reset()
+    assert graphs == [64] * (3 if fixed else 2)  # torch takes the second graph for 8 x 8
+    _compat.fix_extents(64)  # nothing is traced

@@ -74,6 +74,10 @@ def test_the_innermost_module_comes_first_with_its_arguments():
         (64, (8, 8, 16), {}, ((8, 8), 0)),  # [B, height, width, C]
         (32, (3, 32, 64), {}, ((4, 8), 0)),  # patches of 8, which divides out
         (32, (16, 32, 64), {}, None),  # not a picture for certain
+        (96, (3, 32, 192), {"image_size": 32, "patch_size": 8}, ((4, 24), 0)),  # 3 x 32 points are as many
+        (97, (3, 32, 192), {"image_size": 32, "patch_size": 8}, ((4, 24), 1)),
+        (1024, (16, 64, 64), {"sample_size": 8, "patch_size": 2, "in_channels": 16}, ((32, 32), 0)),
+        (384, (16, 24, 16), {}, ((24, 16), 0)),  # channels come first
         (100, None, {}, None),
         (4096, None, {}, None),
     ],
@@ -95,6 +99,7 @@ def test_grids_are_found(total, size, config, grid):
         (nn.Conv2d(3, 8, 16, 16), 5 * 10, None),
         (nn.Conv2d(3, 8, 7, 2, 3), 3 * 5, ((3, 5), 0)),  # a backbone of stride 32
         (nn.Conv2d(3, 8, 7, 2, 3), 13, None),
+        (nn.Conv2d(3, 8, (2, 23), (2, 23)), 3 * 70, ((35, 6), 0)),  # as many as 3 x 70 points
     ],
 )
 def test_convolutions_say_how_a_picture_is_cut(conv, total, grid):
@@ -191,7 +196,7 @@ def test_reduced_keys_of_a_layer_that_was_told_its_size():
         (6, [ModuleCall(nn.Identity(), (), None, calls[0].places)]),
     ):
         answer = grids.find(torch.empty(1, 1, 96, 8), keys, False, others)
-        assert answer == f"96 queries and {keys} keys, which are not the same grid"
+        assert answer == f"96 queries and {keys} keys, which are not the same grid (cross-attention)"
 
 
 def test_layers_of_a_graph_are_not_seen():

@@ -11,8 +11,10 @@ import torch.nn.functional as F
 import scram
 from scram.integrations import diffusers as ours
 from scram.integrations import sdpa
+from support import diffusers_jobs
 from support.budgets import planned
 from support.compiling import graphs_are
+from support.sharded import on_ranks
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what importing it has to say
@@ -106,6 +108,18 @@ def test_a_back_end_in_a_context_and_by_the_environment(tuned, backend, monkeypa
     assert not any(module._forward_pre_hooks for module in model.modules())
     with pytest.raises(ValueError, match="must be one of"):
         model.set_attention_backend("scram")
+
+
+def test_a_model_that_asks_for_no_back_end_is_said_to_need_a_patch(backend):
+    model, inputs, want = family("SD3")
+    report = backend(error=0.05)
+    model.set_attention_backend("scram")
+    assert (model(**inputs)[0] == want).all()
+    assert "need scram.patch_sdpa" in str(report)
+    other, inputs, _ = family("Wan")
+    other.set_attention_backend("scram")
+    other(**inputs)
+    assert "patch_sdpa" not in str(report)
 
 
 def test_padded_text_does_not_reach_the_grid(backend):
@@ -227,3 +241,11 @@ def test_a_mask_of_two_axes_is_one_of_keys():
 def test_names_of_diffusers_are_not_taken(name):
     with pytest.raises((ValueError, TypeError), match="name must be"):
         ours.register(name)
+
+
+@pytest.mark.slow
+def test_a_model_on_two_ranks():
+    """Each rank has half of the tokens; its attention has all of them for half of the heads."""
+    for off, calls in on_ranks(2, diffusers_jobs.ulysses):
+        assert off < 1e-4
+        assert calls[1, 1, 96, 12] == "searched"

@@ -4,17 +4,14 @@ import functools
 import threading
 import warnings
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
 
 import scram
 from scram.integrations import diffusers as ours
-from scram.integrations import sdpa
-from scram.quality.plan import Rung, Setting
 from support.compiling import graphs_are
-from support.sparse_plans import BUDGET, assert_within_the_budget, recorded, tune_for_error
+from support.sparse_plans import BUDGET, assert_within_the_budget, hooked, plan_clusters, recorded, tune_for_error
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what importing it has to say
@@ -23,7 +20,6 @@ with warnings.catch_warnings():
 
 diffusers.logging.set_verbosity_error()
 pytestmark = pytest.mark.filterwarnings("ignore")
-SPARSE = Setting(None, scram.Clusters(count=32, keys=64, seed=0))
 WAYS = [(name, way) for name in FAMILIES for way in ("patch", *("back end",) * (name in BY_BACK_END))]
 
 
@@ -81,17 +77,7 @@ def test_a_sparse_plan_keeps_the_budget(name, way, tuned, calls):
 
 @pytest.fixture
 def planned(monkeypatch):
-    """Every layer is tuned at once: clusters, whatever they cost."""
-    made, seen = sdpa.tune, []
-
-    def tune(q, k, v, **how):
-        seen.append(tuple(q.shape))
-        plan = made(q, k, v, **{**how, "error": 0.0})
-        rung = Rung(SPARSE, 96, 1e-9, (0.0, 0.0, 0.0), 0.0, True)
-        return replace(plan, error=how["error"], rungs=(rung, *plan.rungs), chosen=0)
-
-    monkeypatch.setattr(sdpa, "tune", tune)
-    return seen
+    return plan_clusters(monkeypatch)
 
 
 @pytest.mark.slow
@@ -162,8 +148,3 @@ def test_an_error_inside_leaves_everything_as_it_was(name, way, planned):
     assert torch.equal(model(**inputs)[0], want)
     assert sum(report.calls.values()) == made
     assert hooked(model) == hooks
-
-
-def hooked(model):
-    """How many hooks the modules of a model have."""
-    return [len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules()]

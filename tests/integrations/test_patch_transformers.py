@@ -10,6 +10,7 @@ import torch
 import scram
 from scram.integrations import sdpa
 from support.budgets import planned
+from support.sparse_plans import hooked
 
 
 @pytest.fixture
@@ -143,8 +144,18 @@ def test_every_family_is_patched_and_by_name(name, monkeypatch):
         assert len(reasons) == len(left)
         assert all(reason.startswith(start) for reason, start in zip(reasons, left, strict=True))
         assert report.searched == 2 * len(grids)
-    if name in vision.PATCH_ONLY:
-        assert not by_name.calls
+    assert ("need scram.patch_sdpa" in str(by_name)) == (not by_name.calls) == (name in vision.PATCH_ONLY)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_name_that_is_registered_again_leaves_no_hooks(vit, tuned):
+    hooks = []
+    for _ in range(3):
+        scram.register_transformers("scram-again", grid="auto", error=0.05)
+        vit.set_attn_implementation("scram-again")
+        vit(torch.randn(2, 3, 32, 32))
+        hooks.append(sum(hooked(vit)))
+    assert hooks[0] == hooks[1] == hooks[2] > 0
 
 
 @pytest.mark.parametrize("name", ["", "sdpa", "eager"])

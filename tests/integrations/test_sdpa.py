@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import scram
 from scram.integrations import sdpa
@@ -252,6 +254,93 @@ def test_plans_for_a_model_that_is_compiled_first(tuned):
         torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), want)
     assert again.plans == report.plans
     assert len(tuned) == 2
+
+
+class Checkpointed(Model):
+    """Its blocks are computed again in the backward pass, when the model around them is not running."""
+
+    reentrant = False
+
+    def forward(self, x):
+        x = x.flatten(2).mT
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+SPARSE = {"search": scram.Search(seed=0), "radius": 0, "tail": None}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_computes_again_on_the_grid_that_was_found(reentrant):
+    plain, model = Model(), Checkpointed()
+    model.load_state_dict(plain.state_dict())
+    model.reentrant = reentrant
+    grads = []
+    for one in (plain, model):
+        x = picture(4, 16).requires_grad_()
+        with scram.patch_sdpa(grid="auto", **SPARSE) as report:
+            one(x).square().sum().backward()
+        grads.append([x.grad, *(weight.grad for weight in one.parameters())])
+        assert (report.searched, report.left_alone) == (2 + 2 * (one is model), 0)
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_checkpoint_of_a_layer_that_is_tuned(tuned, measured):
+    model = Checkpointed().train(not measured)
+    with scram.patch_sdpa(grid="auto", error=0.1) as report:
+        model(picture(4, 16).requires_grad_()).sum().backward()
+    assert len(tuned) == 2 * measured
+    assert [layer.grid for layer in report.layers.values()] == [(4, 16)] * 2
+    assert report.left_alone == 0
+
+
+def under_flop_counter(model, x):
+    with FlopCounterMode(display=False):
+        return model(x)
+
+
+NOTHING_TO_MEASURE = {
+    "meta": lambda model, x: model.to("meta")(x.to("meta")),
+    "vmap": lambda model, x: torch.vmap(model)(x[None]),
+    "dispatch mode": under_flop_counter,
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("name", NOTHING_TO_MEASURE)
+def test_what_holds_no_numbers_is_not_tuned(name):
+    model, x = Model().eval(), tokens(64)
+    with scram.patch_sdpa(grid=(8, 8), error=0.1) as report:
+        out = NOTHING_TO_MEASURE[name](model, x)
+    assert out.shape[-2:] == (64, 16)
+    assert not report.plans
+    reasons = {layer.why_not for layer in report.layers.values()}
+    assert reasons == {"meta tensors, a dispatch mode or torch.func; tuned outside of them"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trace_is_torchs():
+    model, x = Model().eval(), tokens(64)
+    with scram.patch_sdpa(grid=(8, 8), **SPARSE) as report:
+        traced = torch.jit.trace(model, (x,), check_trace=False)
+    torch.testing.assert_close(traced(x), model(x))
+    assert "torch.jit.trace, which keeps no shapes" in str(report)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_given_pictures_of_several_sizes():
+    """As many tokens may have other extents; and torch turns sizes that change into symbols."""
+    model = Model().eval()
+    torch._dynamo.reset()
+    with scram.patch_sdpa(grid="auto", **SPARSE) as report:
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        for size in ((4, 16), (16, 4), (6, 8), (8, 8)):
+            x = picture(*size)
+            torch.testing.assert_close(compiled(x), model(x))
+    assert report.left_alone == 0
+    torch._dynamo.reset()
 
 
 def test_survey_replaces_nothing(tuned):

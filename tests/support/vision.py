@@ -39,10 +39,14 @@ def siglip(side=32):
     }
 
 
-def segformer():
+def segformer(ratios=(8, 4, 2, 1)):
     return transformers.SegformerModel(
         transformers.SegformerConfig(
-            depths=[1] * 4, hidden_sizes=[8, 8, 16, 16], num_attention_heads=[1, 1, 2, 2], decoder_hidden_size=8
+            depths=[1] * 4,
+            hidden_sizes=[8, 8, 16, 16],
+            num_attention_heads=[1, 1, 2, 2],
+            decoder_hidden_size=8,
+            sr_ratios=list(ratios),
         )
     ), {"pixel_values": torch.randn(1, 3, 128, 192)}
 

@@ -12,8 +12,9 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, MethodWrapperType
 from typing import Any
@@ -110,6 +111,7 @@ def without_modes() -> AbstractContextManager[Any]:
 _transforms_active: Callable[[], bool] | None = getattr(torch._C, "_are_functorch_transforms_active", None)
 _mode_active: Callable[[], bool] | None = getattr(torch.utils._python_dispatch, "is_in_torch_dispatch_mode", None)
 _autocast_active: Callable[[], bool] | None = getattr(torch._C, "_is_any_autocast_enabled", None)
+_backward_pass: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
 
 
 def transforms_active() -> bool:
@@ -133,6 +135,36 @@ def plain_eager() -> bool:
 def transformed() -> bool:
     """Whether a transform of `torch.func` runs this code outside a compiled graph."""
     return not torch.compiler.is_compiling() and transforms_active()
+
+
+def measurable() -> bool:
+    """Whether calls hold numbers and take their own time: outside dispatch modes and transforms. Fallback: yes."""
+    return not transforms_active() and not (_mode_active is not None and _mode_active())
+
+
+def traced() -> bool:
+    """Whether `torch.jit.trace` runs this code."""
+    return not torch.compiler.is_compiling() and bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs this code, as a checkpoint that computes again. Fallback: no, and it raises."""
+    return _backward_pass is not None and not torch.compiler.is_compiling() and _backward_pass() != -1
+
+
+def fix_extents(total: int) -> None:
+    """While a graph is traced: it serves no other extents of as many tokens, where torch has made them symbols.
+
+    Fallback: torch guards their product alone, and takes the graph of 4 x 16 tokens for 8 x 8 too.
+    """
+    context = getattr(torch, "_guards", None) and torch._guards.TracingContext.try_get()
+    shapes: Any = getattr(getattr(context, "fake_mode", None), "shape_env", None)
+    name = "backed_var_to_val" if hasattr(shapes, "backed_var_to_val") else "var_to_val"
+    if not hasattr(shapes, name) or not hasattr(shapes, "guards"):
+        return
+    equal = import_module("sympy").Eq  # torch depends on it; slow to import
+    for symbol in {x for guard in shapes.guards if total in guard.expr.args for x in guard.expr.free_symbols}:
+        shapes.evaluate_expr(equal(symbol, getattr(shapes, name)[symbol]))
 
 
 def autocast_active() -> bool:
@@ -198,8 +230,8 @@ def _set_mkl_threads() -> Any:
     return getattr(_library(), "MKL_Set_Num_Threads_Local", None)
 
 
-class _OneThread:
-    """A context in which operators that this Python thread calls run on it alone.
+class _OneThread(ContextDecorator):
+    """A context, or a decorator, in which operators that this Python thread calls run on it alone.
 
     A parallel region of an operator ends when all its threads have run. Beside other programs one of them waits for a
     core, for milliseconds; and it goes on spinning when its work is done, where the engine's own threads would run.

@@ -223,20 +223,30 @@ def _locked(path, fcntl):
     return []
 
 
+def folder_of(dispatcher: Any) -> Path | None:
+    """Where the machine code of a `cached` function is kept; None where it is not."""
+    path = getattr(getattr(dispatcher, "_cache", None), "cache_path", None)
+    return None if path is None else Path(path)
+
+
 def _announce(kernel: Any, arguments: Any) -> None:
-    """Say that a kernel is compiled: to the log, and where nobody reads that, once to a terminal.
+    """Say that a kernel is compiled.
 
     Called when the types of a launcher are inferred, so not for code that is loaded from the disk cache.
     """
-    global _announced
     leaves = list(_leaves(arguments))
     dtype = next((str(x.dtype) for x in leaves if isinstance(x, types.Array) and isinstance(x.dtype, types.Float)), "")
     rank = next((f", rank {len(x)}" for x in leaves if isinstance(x, types.UniTuple)), "")
     stage = kernel.dispatcher.py_func.__module__.rsplit(".", 1)[-1]
-    text = f"compiling the CPU kernels ({stage}) for {dtype}{rank}; this happens once and takes about 10 s"
+    tell(f"compiling the CPU kernels ({stage}) for {dtype}{rank}; this happens once and takes about 10 s")
+
+
+def tell(text: str) -> None:
+    """To the log, and where nobody reads that, once to a terminal or a notebook."""
+    global _announced
     if LOGGER.isEnabledFor(logging.INFO):
         LOGGER.info(text)
-    elif not _announced and sys.stderr is not None and sys.stderr.isatty():
+    elif not _announced and sys.stderr is not None and (sys.stderr.isatty() or "ipykernel" in sys.modules):
         print(f"scram: {text}", file=sys.stderr)
         _announced = True
 

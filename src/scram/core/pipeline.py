@@ -120,7 +120,8 @@ def run(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor | None, shard: Shard
     if request.extra_mask is not None:
         inputs = every._replace(k_extra=None, v_extra=None)  # they are joined at the end
     seed = _search_seed(resolved, shard)
-    tail = resolved.tail.prepare(inputs, seed, request.warm_codebook)
+    first, inputs = inputs.twice() if resolved.tail.codebook is None else (inputs, inputs)
+    tail = resolved.tail.prepare(first, seed, request.warm_codebook)
     routed = tail.route(inputs) if request.routes is None else None
     routes = _bits(request, routed)
     searched = _searched(resolved, inputs, seed, tail, routes)

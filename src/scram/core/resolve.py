@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from ..engines import EngineSpec, dispatch
@@ -17,7 +18,7 @@ from ..options import Auto, Impl, Weight
 from ..results import Matches, Routes, check_matches, check_routes
 from ..settings import Score, Search
 from ..spec.schedule import TILE_QUERIES
-from ..spec.scoring import check_score, check_weight, default_scale
+from ..spec.scoring import accumulator, check_score, check_weight, default_scale
 from . import checks, ops
 from .bias import Bias, Extra, Pair, widened
 from .cost import keys_visited
@@ -342,10 +343,19 @@ def _checked(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: S
         return _check(q, k, v, request, search)
     if known is None:
         known = _check(q, k, v, request, search)
+        _expect(q, request, search, known)
         if len(_valid) >= MOST_REMEMBERED:
             _valid.clear()
         _valid[kind] = known
     return known
+
+
+def _expect(q: Tensor, request: Request, search: Search | None, checked: _Checked) -> None:
+    """Tell the engine that a new kind of call begins, where it has a search and routed keys."""
+    tail = as_tail(request.tail, checked.default_tail, windows=False)
+    if search is not None and tail.keys and not checked.goes_dense:
+        gradients = torch.is_grad_enabled() and q.requires_grad
+        dispatch.engine(checked.engine.name).expect(q.ndim - 3, accumulator(q.dtype), gradients)
 
 
 def _kind(q: Tensor, k: Tensor, v: Tensor | None, request: Request, search: Search | None) -> tuple[Any, ...] | None:

@@ -68,6 +68,9 @@ class Engine(Protocol):
     def window_scores_backward(
         self, call: calls.WindowScoresCall, grad_scores: Tensor, /
     ) -> calls.WindowScoresGrads: ...
+    def expect(self, rank: int, dtype: torch.dtype, gradients: bool, /) -> None:
+        """A call with a search and routed keys begins, on grids of that rank: what it needs can be compiled at once."""
+
     def clear_caches(self) -> None: ...
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._compat import ONE_THREAD
 from ..core import checks
 from ..core.balanced import balanced
 from ..core.files import save_tensors
@@ -132,6 +133,7 @@ class Matching:
             np.savez_compressed(temporary, allow_pickle=False, **{name: x.numpy() for name, x in tensors.items()})
 
 
+@ONE_THREAD  # threads of torch's operators would spin where those of the searches run
 def match(
     a: Tensor,
     b: Tensor,

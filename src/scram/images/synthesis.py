@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._compat import ONE_THREAD
 from ..core.exact import exact_search
 from ..functional import attend, search
 from ..options import ScoreName
@@ -207,6 +208,7 @@ def tile_vote(patches: Tensor, weight: Tensor, tiles: Tiles, side: int, focus: f
     return torch.where(total > 0, summed[:-1] / torch.where(total > 0, total, 1), 0).movedim(0, -1)
 
 
+@ONE_THREAD  # threads of torch's operators would spin where those of the searches run
 def coarse_to_fine(
     guess: Tensor,
     sources: Sequence[Tensor],

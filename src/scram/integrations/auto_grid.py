@@ -30,7 +30,7 @@ SIZES = ("image_size", "sample_size")
 MEMORY = ("memory", "encoder_hidden_states")  # what torch, transformers and diffusers call the keys of cross-attention
 SIDES = ("num_frames", "height", "width")  # what a model may be told in numbers; frames may be left out
 PLACES = ("img_ids", "img_shapes", "timestep")  # the last says when
-CHANNELS = ("in_channels", "num_channels")
+CHANNELS = ("in_channels", "num_channels", "in_chans")
 # Where a model of diffusers puts the tokens of its text. Its code says it, no argument does.
 TEXT_BEFORE = {"FluxTransformer2DModel", "CogVideoXTransformer3DModel", "QwenImageTransformer2DModel"}
 TEXT_AFTER = {"SD3Transformer2DModel", "HunyuanVideoTransformer3DModel"}
@@ -107,13 +107,27 @@ def _with_arguments(call: ModuleCall, frame: FrameType) -> ModuleCall:
 
 @dataclass(eq=False)
 class AutoGrids:
-    """Finds grids; keeps how the convolutions of a module cut pictures."""
+    """Finds grids; keeps how the convolutions of a module cut pictures, and what was found for each layer."""
 
     _cuts: WeakKeyDictionary[nn.Module, dict[int, set[tuple[int, int, bool]]]] = field(
         default_factory=WeakKeyDictionary
     )
+    _found: WeakKeyDictionary[nn.Module, dict[tuple[int, int, bool], Tokens | str]] = field(
+        default_factory=WeakKeyDictionary
+    )
+
+    def found_before(self, query: Tensor, keys: int, causal: bool, calls: Sequence[ModuleCall]) -> Tokens | str | None:
+        """What the layer's last call of as many tokens had: for a checkpoint, which computes a layer alone."""
+        return self._found.get(calls[0].module, {}).get((int(query.shape[-2]), keys, causal)) if calls else None
 
     def find(self, query: Tensor, keys: int, causal: bool, calls: Sequence[ModuleCall]) -> Tokens | str:
+        """What the tokens of self-attention are, or why they are no grid; arguments as of `_find`."""
+        found = self._find(query, keys, causal, calls)
+        if calls:
+            self._found.setdefault(calls[0].module, {})[int(query.shape[-2]), keys, causal] = found
+        return found
+
+    def _find(self, query: Tensor, keys: int, causal: bool, calls: Sequence[ModuleCall]) -> Tokens | str:
         """What the tokens of self-attention are, or why they are no grid.
 
         Args:
@@ -162,7 +176,7 @@ class AutoGrids:
                     key_grid = _convolved(one, grid)
                     if math.prod(key_grid) == keys:
                         return Tokens(grid, key_grid=key_grid)
-        return f"{total} queries and {keys} keys, which are not the same grid"
+        return f"{total} queries and {keys} keys, which are not the same grid (cross-attention)"
 
     def _declared(self, calls: Sequence[ModuleCall], total: int) -> tuple[Grid, int] | None:
         """The grid of the size that a config declares, where the model was given no picture."""
@@ -203,36 +217,44 @@ class AutoGrids:
     def _cut(
         self, module: nn.Module, picture: Tensor, patch: tuple[int, int] | None, total: int
     ) -> tuple[Grid, int] | None:
-        """The grid of the picture's patches that leaves few of the tokens, and how many; None where none does."""
+        """The grid of the picture's patches that leaves few of the tokens, and how many; None where none does.
+
+        Of a tensor that has as many channels as patches are cut from, the patches come first: 3 x 768 points of a
+        picture are as many as 48 x 48 patches.
+        """
         channels, *size = (int(n) for n in picture.shape[1:])
-        candidates: list[tuple[Grid, Sequence[int]]] = [
-            ((size[0], size[1]), PREFIXES),  # [B, C, *grid]
-            ((channels, size[0]), PREFIXES),  # [B, *grid, C]
-        ]
         cuts = self._convolutions(module).get(channels)
+        points = ((size[0], size[1]), PREFIXES)  # [B, C, *grid]
+        last = ((channels, size[0]), PREFIXES)  # [B, *grid, C]
         few = range(MOST_PREFIX + 1)
+        patches: list[tuple[Grid, Sequence[int]]] = []
         if patch is not None:
-            candidates.append(((size[0] // patch[0], size[1] // patch[1]), few))
+            patches.append(((size[0] // patch[0], size[1] // patch[1]), few))
         elif cuts:
-            for tall, wide, patches in sorted(cuts):
-                if patches:
-                    candidates.append(((size[0] // tall, size[1] // wide), few))
+            for tall, wide, whole in sorted(cuts):
+                if whole:
+                    patches.append(((size[0] // tall, size[1] // wide), few))
                     continue
                 stride = max(tall, wide)
                 while stride <= MOST_STRIDE:
-                    candidates.append(((-(-size[0] // stride), -(-size[1] // stride)), PREFIXES))
+                    patches.append(((-(-size[0] // stride), -(-size[1] // stride)), PREFIXES))
                     stride *= 2
         elif channels <= FEW_CHANNELS:
             both = math.gcd(*size)
             sides = (side for side in range(2, both + 1) if both % side == 0)
-            candidates += [((size[0] // side, size[1] // side), PREFIXES) for side in sides]
-        fitting = [
-            (total - math.prod(grid), grid)
-            for grid, prefixes in candidates
-            if min(grid) > 1 and total - math.prod(grid) in prefixes
-        ]
-        prefix, nearest = min(fitting, default=(0, None))
-        return None if nearest is None else (nearest, prefix)
+            patches += [((size[0] // side, size[1] // side), PREFIXES) for side in sides]
+        config = getattr(module, "config", None)
+        is_picture = bool(cuts) or channels in (*range(1, FEW_CHANNELS + 1), *(_number(config, n) for n in CHANNELS))
+        for candidates in ([*patches, points], [last]) if is_picture else ([points], [last], patches):
+            fitting = [
+                (total - math.prod(grid), grid)
+                for grid, prefixes in candidates
+                if min(grid) > 1 and total - math.prod(grid) in prefixes
+            ]
+            if fitting:
+                prefix, nearest = min(fitting)
+                return nearest, prefix
+        return None
 
     def _convolutions(self, module: nn.Module) -> dict[int, set[tuple[int, int, bool]]]:
         """By channels of their input: strides of the strided convolutions, and whether these are patches."""

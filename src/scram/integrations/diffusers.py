@@ -13,6 +13,10 @@ from ..core import checks
 from .sdpa import Replacement, Report
 from .steps import Steps
 
+NOT_ASKED = (
+    "  no layer asked for it: call model.set_attention_backend({!r}); models that call torch themselves (the UNet and "
+    "3 of Stable Diffusion, PixArt, CogVideoX, autoencoders) need scram.patch_sdpa"
+)
 _registered: dict[str, Replacement] = {}
 
 
@@ -51,6 +55,7 @@ def register(
     if name in _registered:
         _forget(name)
     replacement.hooks.attach()  # as long as the registration
+    replacement.report.silent = NOT_ASKED.format(name)
     _registered[name] = replacement
     return replacement.report
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -216,33 +217,37 @@ class Hooks:
     running: list[str] = field(default_factory=list)
     _modules: dict[str, ReferenceType[nn.Module]] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
-    _users: int = 0  # contexts that are entered
+    _users: int = 0  # contexts that are entered, in all threads
+    _lock: Any = field(default_factory=threading.Lock)
 
     def add(self, name: str, module: nn.Module) -> None:
         """A layer and its module; hooked from now on if hooks are attached."""
-        known = self._modules.get(name)
-        if known is None or known() is not module:
-            self._modules[name] = ref(module)
-            if self._users:
-                self._hook(name, module)
+        with self._lock:
+            known = self._modules.get(name)
+            if known is None or known() is not module:
+                self._modules[name] = ref(module)
+                if self._users:
+                    self._hook(name, module)
 
     def attach(self) -> None:
-        self._users += 1
-        if self._users > 1:
-            return
-        for name, one in self._modules.items():
-            module = one()
-            if module is not None:
-                self._hook(name, module)
+        with self._lock:
+            self._users += 1
+            if self._users > 1:
+                return
+            for name, one in self._modules.items():
+                module = one()
+                if module is not None:
+                    self._hook(name, module)
 
     def detach(self) -> None:
-        self._users -= 1
-        if self._users:
-            return
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self.running.clear()
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+            self.running.clear()
 
     def _hook(self, name: str, module: nn.Module) -> None:
         self._handles += [

@@ -29,6 +29,10 @@ NO_INNER_CALL = (
     "patch_sdpa leaves it dense; use scram.nn.GridAttention.from_mha"
 )
 
+NOT_ASKED = (
+    "  no layer asked for it: call model.set_attn_implementation({!r}); models whose code asks for no implementation "
+    "need scram.patch_sdpa"
+)
 FUSED = (
     "torch's fast path of a whole layer, which calls no attention; torch.backends.mha.set_fastpath_enabled(False) "
     "disables it"
@@ -155,7 +159,7 @@ def survey(
 SOFTMAXES = frozenset({F.softmax, torch.softmax, Tensor.softmax})
 LEAST_BY_HAND = 64  # queries and keys of a softmax that may be attention
 
-_registered: set[str] = set()  # names of implementations, which may be registered again
+_registered: dict[str, Replacement] = {}  # names that stand for SCRAM
 
 
 def register_transformers(name: str = "scram", *, grid: Sequence[int] | Auto, **settings: Any) -> Report:
@@ -176,14 +180,17 @@ def register_transformers(name: str = "scram", *, grid: Sequence[int] | Auto, **
         raise ValueError(f"name must be a new one, got {name!r}, which transformers has; for example 'scram'")
     patch = patch_sdpa(grid=grid, **settings)
     assert isinstance(patch, _Patch)
+    if name in _registered:
+        _registered[name].hooks.detach()
     patch.sdpa.hooks.attach()  # as long as the registration
+    patch.report.silent = NOT_ASKED.format(name)
     plain = AttentionInterface()["sdpa"]
 
     def attention(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         with patch:
             return plain(module, *args, **kwargs)
 
-    _registered.add(name)
+    _registered[name] = patch.sdpa
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])
     return patch.report

@@ -64,6 +64,7 @@ class Report:
         layers: by their names, with a budget.
         known: plans of all layers that have one, whether they were called or not.
         softmaxes: shapes of large softmaxes that were seen outside, which may be attention by hand.
+        silent: what to do where no call came; "" for nothing.
     """
 
     calls: Counter[Call] = field(default_factory=Counter)
@@ -72,6 +73,7 @@ class Report:
     layers: dict[str, Layer] = field(default_factory=dict)
     known: Plans = field(default_factory=Plans)
     softmaxes: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    silent: str = ""
 
     @property
     def searched(self) -> int:
@@ -113,6 +115,8 @@ class Report:
         if not total and self.softmaxes:
             seen = ", ".join(f"{times} x {list(shape)}" for shape, times in self.softmaxes.items())
             lines += [f"  softmaxes over keys: {seen}", BY_HAND]
+        if not total and self.silent:
+            lines.append(self.silent)
         if self.error is not None and self.layers:
             lines.append(table(list(self.layers.values()), self.error))
         return "\n".join([*lines, *([f"warning: {self.warning}"] if self.warning else [])])
@@ -139,13 +143,18 @@ def _note_compiled(report: str, layer: str, tokens: tuple[Any, ...], why_not: st
 
 
 def _compiled_tokens(report: str, layer: str, total: int, keys: int, causal: bool) -> tuple[tuple[Any, ...], str]:
-    """Tokens and why not of a layer with grid="auto", while a graph is traced: as its eager calls had them."""
+    """Tokens and why not of a layer with grid="auto", while a graph is traced: as its last eager call had them.
+
+    Where the compiled model itself is given a picture of as many tokens but other extents, its grid is that.
+    """
     layers = _reports[report].layers
+    _compat.fix_extents(total)
+    tokens, why_not = (NO_TOKENS, CAUSAL) if causal else compiled_grid(total, keys)
     for name in (layer, f"{layer}, {total} tokens"):
         known = layers.get(name)
         if known is not None and (not known.grid or known.tokens.of(total, keys)):
-            return tuple(known.tokens), "" if known.grid else known.why_not
-    tokens, why_not = (NO_TOKENS, CAUSAL) if causal else compiled_grid(total, keys)
+            turned = tokens.grid and tokens == known.tokens._replace(grid=tokens.grid)
+            return tuple(tokens if turned else known.tokens), "" if known.grid else known.why_not
     return tuple(tokens), why_not
 
 
@@ -256,11 +265,18 @@ class Replacement:
         named = budget or self.tokens is None or self.dense_layers > 0 or self.steps.counts
         calls = module_calls() if named and not compiling else []
         modules = [call.module for call in calls]
-        if calls:
+        again = _compat.in_backward()  # a checkpoint: the model around its layers is not running
+        if calls and not again:
             self.steps.see(calls[-1].module, calls[-1].places.get("timestep"))
         running = self.hooks.running[-1] if compiling and self.hooks.running else "compiled"
         auto = partial(
-            _auto_tokens, auto=self.auto, calls=calls, report=self.report_name, layer=running, warns=self.warns
+            _auto_tokens,
+            auto=self.auto,
+            calls=calls,
+            again=again,
+            report=self.report_name,
+            layer=running,
+            warns=self.warns,
         )
         tokens, masks, why_not = _tokens_of(query, key, value, attn_mask, options, self.tokens, auto, self.masks)
         if not why_not and tokens.total < self.min_tokens:
@@ -280,7 +296,7 @@ class Replacement:
                 self.note(query, key, layer, tokens, "surveyed")
                 return None
             plan = self.plans.get(layer)
-            if plan is not None and plan.busy and not compiling and not call.dropout_p:
+            if plan is not None and plan.busy and not compiling and not again and not call.dropout_p:
                 plan = self._in_a_quiet_moment(layer, plan, q, k, v, call)
             settings = self.settings
             request = call._replace(
@@ -345,8 +361,8 @@ class Replacement:
             self.lengths.setdefault(name, tokens.total)
             layer = self.report.layers.setdefault(name, Layer(name, tokens))
             if not layer.grid:  # its calls so far were left to torch
-                layer.tokens = tokens
                 layer.why_not = ""
+            layer.tokens = tokens  # of its last call: as many may have other extents
             layer.plan = self.plans.get(name)
         return name
 
@@ -374,6 +390,8 @@ class Replacement:
             layer.why_not = "it is training; tuned in eval mode"
         elif call.dropout_p:
             layer.why_not = "dropout; tuned without it"
+        elif q.is_meta or not _compat.measurable():
+            layer.why_not = "meta tensors, a dispatch mode or torch.func; tuned outside of them"
         else:
             assert self.report.error is not None
             try:
@@ -478,6 +496,7 @@ def _auto_tokens(
     causal: bool,
     auto: AutoGrids,
     calls: Sequence[ModuleCall] = (),
+    again: bool = False,
     report: str = "",
     layer: str = "",
     warns: bool = False,
@@ -486,9 +505,12 @@ def _auto_tokens(
     if torch.compiler.is_compiling():
         if not report:
             return NO_TOKENS, COMPILED
-        tokens, no_grid = _compiled_tokens(report, layer, int(query.shape[-2]), int(keys), causal)
+        total, keys = (len(range(n)) for n in (query.shape[-2], keys))  # numbers, where sizes are symbols
+        tokens, no_grid = _compiled_tokens(report, layer, total, keys, causal)
         return Tokens(*tokens), no_grid
-    result = auto.find(query, keys, causal, calls)
+    result = auto.found_before(query, keys, causal, calls) if again else None
+    if result is None:
+        result = auto.find(query, keys, causal, calls)
     if isinstance(result, str):
         if warns:
             warnings.warn(f"scram.scaled_dot_product_attention leaves a call to torch: {result}", stacklevel=6)
@@ -505,6 +527,8 @@ def _why_not(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
         return f"dtypes {query.dtype}, {key.dtype}, {value.dtype}"
     if not key.device == query.device == value.device:
         return "tensors on several devices"
+    if _compat.traced():
+        return "torch.jit.trace, which keeps no shapes; use torch.export"
     if options.scale is not None and not options.scale > 0:
         return f"a scale of {options.scale}"
     if not options.dropout_p < 1:

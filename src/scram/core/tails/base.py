@@ -18,6 +18,7 @@ from ...results import Attended
 from ...settings import Score
 from .. import calls, ops
 from ..calls import ScoreFunction
+from ..twice import twice
 
 if TYPE_CHECKING:
     from .clusters import Codebook
@@ -79,6 +80,14 @@ class Inputs(NamedTuple):
             return self
         k_extra = None if self.k_extra is None else self.k_extra.to(dtype)
         return self._replace(q=self.q.to(dtype), k=self.k.to(dtype), k_extra=k_extra)
+
+    def twice(self) -> tuple[Inputs, Inputs]:
+        """For two stages, whose gradients are added on the calling thread where an engine has threads of its own."""
+        if not self.engine.wide_inputs or not torch.is_grad_enabled():
+            return self, self
+        if not (self.q.requires_grad or self.k.requires_grad or self.v.requires_grad):
+            return self, self
+        return tuple(self._replace(q=q, k=k, v=v) for q, k, v in twice(self.q, self.k, self.v))  # type: ignore[return-value]
 
     def rounded(self, out: Tensor) -> Tensor:
         """An output in the dtype of the values that were given."""

@@ -288,7 +288,8 @@ class Codebook(Tail):
             return stretches.join(self, inputs, index)
         near = None
         if index is not None or inputs.num_extra:
-            near = inputs.attend_windows(index, self.label if routes is not None else None, routes)
+            windows, inputs = inputs.twice()
+            near = windows.attend_windows(index, self.label if routes is not None else None, routes)
         return self.beside(near, inputs, index, routes)
 
     def beside(

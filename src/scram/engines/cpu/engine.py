@@ -1,5 +1,6 @@
 """The CPU engine's functions by the names of the protocol."""
 
+from .ahead import expect
 from .attend import attend
 from .attend_backward import attend_backward
 from .cluster import cluster
@@ -26,6 +27,7 @@ __all__ = [
     "drawn_tail_backward",
     "earlier",
     "earlier_backward",
+    "expect",
     "route",
     "routed_start",
     "sample",

@@ -1,5 +1,7 @@
 """The GPU engine's functions by the names of the protocol."""
 
+import torch
+
 from ...core.calls import Found, SearchCall
 from .attend.query import attend as attend
 from .attend.query_backward import attend_backward as attend_backward
@@ -25,3 +27,7 @@ from .window_scores.forward import window_scores as window_scores
 
 def search(call: SearchCall) -> Found:
     return tile_search(call) if call.method == "tile" else query_search(call)
+
+
+def expect(rank: int, dtype: torch.dtype, gradients: bool) -> None:
+    """Kernels are compiled one by one: that takes little."""
