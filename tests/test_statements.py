@@ -36,7 +36,8 @@ def test_the_code_keeps_its_budget():
     says("`error=0.05`: 95 % of the queries of every head are at most 5 % off")
     names = {}
     torch.manual_seed(0)
-    exec(CODE, names)
+    assert "(96, 96)" in CODE
+    exec(CODE.replace("(96, 96)", "(56, 56)"), names)  # tuning takes less time there
     q, k, v, out = (names[name] for name in ("q", "k", "v", "out"))
     exact = scram.exact_attention(q, k, v).out
     size = exact.square().sum(-1).flatten(2).mean(-1).sqrt()

@@ -413,7 +413,9 @@ def coherence(
 )
 def judge(
     file: Annotated[Path, Argument(help="An .npz or .safetensors file with queries, keys and values.")],
-    backend: Annotated[list[str] | None, Option(help="What to judge, once or more often.", show_default=False)] = None,
+    backend: Annotated[
+        list[str] | None, Option(help="What to judge, once or more often; frontier: many.", show_default=False)
+    ] = None,
     names: Annotated[str, Option(help="Queries, keys and values in the file, with commas.")] = "q,k,v",
     axes: Annotated[str | None, Option(help="Stored axes: b, h, e, n for all points, others: grid.")] = None,
     grid: Annotated[

@@ -210,7 +210,8 @@ def error_against_time(axes: Axes, points: Sequence[Point], labels: bool = True)
         )
     axes.set_xlabel("time of a call, of that of dense attention")
     axes.set_ylabel("output error, worst head")
-    ticks = [x for x in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100) if _within(x, axes.get_xlim())]
+    every = (*(1 / n for n in (1000, 300, 100, 30, 10, 3)), 1, 3, 10, 30, 100)
+    ticks = [x for x in every if _within(x, axes.get_xlim())]
     axes.set_xticks(ticks, [f"{x:g}" if x >= 1 else f"1/{round(1 / x)}" for x in ticks])
     error_axis(axes, "y")
     axes.grid(True, color="#dddddd", linewidth=0.6)
