@@ -462,6 +462,16 @@ def cold() -> str:
     return table(head, *rows)
 
 
+def busy_tune() -> str:
+    """docs/measurements: plans chosen quiet and beside other programs."""
+    head = ("tensors", "chosen quiet", "chosen beside 2 torch programs", "ms of both, quiet", "ratio")
+    rows = table_cells.load("busy_tune").items()
+    return table(
+        head,
+        *((x, r["quiet"], r["busy"], f"{r['ms_quiet']:.1f}, {r['ms_busy']:.1f}", f"{r['ratio']:.2f}") for x, r in rows),
+    )
+
+
 def busy_inpaint() -> str:
     """docs/measurements: inpainting beside other programs."""
     head = ("beside", "seconds", "CPU seconds", "PSNR in the hole")
@@ -562,6 +572,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "learn-bias": tables_learn.bias,
     "learn-swap": tables_learn.swaps,
     "busy": busy,
+    "busy-tune": busy_tune,
     "busy-inpaint": busy_inpaint,
     "cold": cold,
     "frontier": tables_frontier.frontier,

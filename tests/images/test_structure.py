@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from scram.images.structure import OFFSETS, continued, frequent_offsets, parts
+from scram.images.structure import OFFSETS, _Labels, continued, frequent_offsets, parts
 
 
 def bricks(height=80, width=100):
@@ -40,6 +40,15 @@ def test_joints_go_on_across_a_hole():
     assert float(((made.picture[hole] > 0.8) == joint).float().mean()) > 0.98
     assert float(made.cost[hole].mean()) < 0.01
     assert float(made.cost[~hole].abs().max()) == 0
+
+
+def test_labels_agree_with_their_neighbors():
+    """The ends of a line want the second label; those between would take the first, alone, by a little."""
+    unary = torch.tensor([[5.0, 0.0], [0.0, 0.1], [0.0, 0.1], [0.0, 0.1], [5.0, 0.0]])
+    seen = torch.tensor([0.0, 1.0]).expand(5, 2).unsqueeze(-1)
+    labels, cost = _Labels(unary, torch.ones(5, 2, dtype=torch.bool), seen).chosen(torch.ones(1, 5, dtype=torch.bool))
+    assert labels.tolist() == [1] * 5
+    assert cost.tolist() == pytest.approx([0.0, 0.1, 0.1, 0.1, 0.0])
 
 
 def test_matches_lead_to_what_is_shown():
