@@ -1,4 +1,4 @@
-"""How good `scram.images.match` and its confidence are: `python benchmarks/matching.py [--large]`.
+"""How good `scram.images.match` and its certainty are: `python benchmarks/matching.py [--large]`.
 
 Pairs with a known truth: scikit-image's stereo pair, and its photographs against their crop, turned by 15 degrees, at
 half their size, turned by a quarter. A match is right within 2 px; a pixel whose place lies outside B has none. Times
@@ -21,8 +21,9 @@ from store import Store
 from torch import Tensor
 
 from scram.cli.features import photograph, stereo_sample
-from scram.cli.match import area_under_curve, true_offsets
-from scram.images.matching import SURE, match, own_places
+from scram.cli.match import area_under_curve, true_flow
+from scram.images.matching import SURE, match
+from scram.images.resample import own_places
 
 PHOTOGRAPHS = ("astronaut", "coffee", "chelsea")
 SCALES, ROTATIONS = (0.5, 1, 2), (0, 90, 180, 270)
@@ -64,7 +65,7 @@ def inside(truth: Tensor, b: Tensor) -> Tensor:
 
 def cases() -> Iterator[Case]:
     a, b, disparity = stereo_sample()
-    truth = own_places(*a.shape[:2]) + true_offsets(disparity)
+    truth = own_places(*a.shape[:2]) + true_flow(disparity).flip(-1)
     known = truth.isfinite().all(-1)
     yield Case("stereo", "motorcycle", a, b, truth, known, known)
     for name in PHOTOGRAPHS:
@@ -103,8 +104,8 @@ def measured(case: Case) -> dict[str, Any]:
     wall, cpu = time.perf_counter(), time.process_time()
     found = match(case.a, case.b, **case.options)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    error = torch.where(case.there, (found.place - case.truth).norm(dim=-1).nan_to_num(torch.inf), torch.inf)
-    hit, sure = (error <= 2)[case.known], found.confidence[case.known]
+    error = torch.where(case.there, (found.warp.flip(-1) - case.truth).norm(dim=-1).nan_to_num(torch.inf), torch.inf)
+    hit, sure = (error <= 2)[case.known], found.certainty[case.known]
     return {
         "kind": case.kind,
         "photo": case.photo,
@@ -112,7 +113,7 @@ def measured(case: Case) -> dict[str, Any]:
         "median_error_px": float(error[case.there].median()),
         "within_2px": float((error[case.there] <= 2).float().mean()),
         "within_3px": float((error[case.there] <= 3).float().mean()),
-        "confidence_auc": area_under_curve(sure, hit),
+        "certainty_auc": area_under_curve(sure, hit),
         "right_of_sure": float(hit[sure >= SURE].float().mean()),
         "sure_of_right": float((sure[hit] >= SURE).float().mean()),
         "cpu_seconds": cpu,

@@ -64,10 +64,10 @@ def rows(device: str) -> dict[str, Row]:
     made["generate 1024x1024"] = lambda: images.generate(large, scenes=True), lambda out: {}
     made["retarget 1024x1024 to 1024x720"] = lambda: images.retarget(large, (1024, 720)), lambda out: {}
     a, b = (photograph("coffee", 3000, 4000, device).roll(x, 1) for x in (0, 40))
-    moved = torch.tensor([0.0, 40.0], device=device)
+    moved = torch.tensor([40.0, 0.0], device=device)
     made["match 4000x3000"] = (
         lambda: images.match(a, b),
-        lambda found: {"right": float(((found.offset - moved).norm(dim=-1) < 2).float().mean())},
+        lambda found: {"right": float(((found.flow - moved).norm(dim=-1) < 2).float().mean())},
     )
     noisy = large + 25 / 255 * torch.randn(large.shape, generator=torch.Generator().manual_seed(0)).to(device)
     for name, fast in (("denoise 1024x1024", False), ("denoise 1024x1024, fast", True)):

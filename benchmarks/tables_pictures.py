@@ -47,7 +47,7 @@ def matching() -> str:
     shares = ("within_2px", "within_3px", "right_of_sure")
     lines = []
     for kind, rows in kinds.items():
-        ranks = [row["confidence_auc"] for row in rows]
+        ranks = [row["certainty_auc"] for row in rows]
         lines.append(
             (
                 kind + options.get(kind, ""),

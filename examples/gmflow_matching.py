@@ -67,7 +67,7 @@ def spent(call: Callable[[], Any]) -> tuple[Any, float, int]:
 def match(q: Tensor, k: Tensor, warm: scram.Matches | None = None, **how: Any) -> tuple[Tensor, scram.Matches]:
     """The mean places (right, down) [1, 1, h, w, 2] by a `Matcher`, and its matches."""
     found = Matcher(search=SEED, **how)(q, k, warm=warm)
-    return found.coords.flip(-1), found.matches
+    return found.warp, found.matches
 
 
 def local_refine(model: Any, module: Any, fine0: Tensor, fine1: Tensor, flow: Tensor) -> Tensor:

@@ -188,7 +188,8 @@ ENGINE_CALLS = {
     **{f"causal attention with {name}": attends(tail, causal=True) for name, tail in TAILS.items() if "keys" in name},
     **{f"estimate by {name}": estimates(method) for name, method in METHODS.items()},
     "Matcher": lambda x, impl: nn.Matcher(search=SEARCH, bidirectional=True, scales=(2, 1), impl=impl)(x.q, x.k),
-    "offsets": lambda x, impl: nn.Matcher(search=SEARCH, impl=impl)(x.q, x.k).offsets,
+    "flow": lambda x, impl: nn.Matcher(search=SEARCH, impl=impl)(x.q, x.k).flow,
+    "sample": lambda x, impl: nn.Matcher(search=SEARCH, impl=impl)(x.q, x.k).sample(9),
 }
 CALLS = {
     "attention of a small grid": lambda x: scram.attention(x.q, x.k, x.v),

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from .quality.trust import trust as trust
     from .quality.tune import tune as tune
     from .results import Attended as Attended
+    from .results import MatchedPoints as MatchedPoints
     from .results import Matches as Matches
     from .results import Routes as Routes
     from .settings import Search as Search
@@ -85,6 +86,7 @@ _HOMES = {
     "Judgment": "quality.judge",
     "Layer": "integrations.layers",
     "LayoutWarning": "core.layout_hints",
+    "MatchedPoints": "results",
     "Matches": "results",
     "MetropolisHastings": "core.tails.sampled",
     "Plan": "quality.plan",

@@ -186,6 +186,20 @@ class Matches:
         )
 
 
+class MatchedPoints(NamedTuple):
+    """Some matches as points, what `sample` returns. On planes places are (x, y), the center of the first pixel (0, 0).
+
+    Args:
+        a: float32 [..., n, rank], places of the queries; the last axis of the grid is first.
+        b: float32 [..., n, rank], where they lie among the keys.
+        certainty: float32 [..., n], 0..1.
+    """
+
+    a: Tensor
+    b: Tensor
+    certainty: Tensor
+
+
 @dataclass(frozen=True, eq=False)
 class Routes:
     """Which clusters every tile of 64 queries attends key by key. `scram.route` returns one.

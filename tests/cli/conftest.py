@@ -14,7 +14,7 @@ def pair(tmp_path_factory):
     a = (sample_pair(48)[0] * 255).byte()
     Image.fromarray(a.numpy()).save(folder / "a.png")
     Image.fromarray(a.roll((2, -3), (0, 1)).numpy()).save(folder / "b.png")
-    truth = np.tile(np.array([2.0, -3.0], np.float32), (*a.shape[:2], 1))
+    truth = np.tile(np.array([-3.0, 2.0], np.float32), (*a.shape[:2], 1))
     truth[-8:], truth[:, :9] = np.nan, np.inf  # what left the picture
     np.save(folder / "truth.npy", truth)
     return folder

@@ -19,7 +19,7 @@ TAKERS = {
     "retarget": lambda picture: images.retarget(picture, (24, 28)),
     "generate": lambda picture: images.generate(picture),
     "denoise": lambda picture: images.denoise(picture, 0.1),
-    "match": lambda picture: images.match(picture, torch.rand(24, 32, 3)).warped,
+    "match": lambda picture: images.match(picture, torch.rand(24, 32, 3)).rebuilt,
 }
 
 

@@ -1,13 +1,15 @@
-"""Matching of pictures: what is found, and what the confidence says of it."""
+"""Matching of pictures: what is found, and what the certainty says of it."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 import scram.images
 from scram.cli.features import sample_pair
-from scram.images.matching import Matching, _better, match, own_places
-from scram.images.resample import turned
+from scram.images.matching import Matching, _better, match
+from scram.images.resample import own_places, turned
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +18,7 @@ def photo():
 
 
 def error(found, truth):
-    return (found.place - truth).norm(dim=-1).nan_to_num(torch.inf)
+    return (found.warp.flip(-1) - truth).norm(dim=-1).nan_to_num(torch.inf)
 
 
 def test_names_of_the_room():
@@ -31,16 +33,16 @@ def test_a_crop_is_found_and_what_was_cut_off_is_not_believed(photo):
     truth = own_places(*photo.shape[:2]) - torch.tensor([12, 30])
     inside = ((truth >= 0) & (truth < torch.tensor(crop.shape[:2]))).all(-1)
     found = scram.images.match(photo, crop)
-    assert found.place.shape == (120, 160, 2)
+    assert found.warp.shape == (120, 160, 2)
     assert float(error(found, truth)[inside].median()) < 0.2
     deep = -F.max_pool2d(-inside.float()[None, None], 17, 1, 8)[0, 0] > 0
-    assert float((found.confidence[deep] >= 0.5).float().mean()) > 0.9
-    assert float((found.confidence[~inside] >= 0.5).float().mean()) < 0.15
-    assert found.sure == pytest.approx(float((found.confidence >= 0.5).float().mean()))
-    torch.testing.assert_close(found.offset, found.place - own_places(120, 160), equal_nan=True)
+    assert float((found.certainty[deep] >= 0.5).float().mean()) > 0.9
+    assert float((found.certainty[~inside] >= 0.5).float().mean()) < 0.15
+    assert found.sure == pytest.approx(float((found.certainty >= 0.5).float().mean()))
+    torch.testing.assert_close(found.flow, found.warp - own_places(120, 160).flip(-1), equal_nan=True)
     right = inside & (error(found, truth) < 1)
-    assert float((found.warped - photo).abs()[right].mean()) < 0.05
-    assert set(found.seconds) == {"features", "search", "check", "attend"}
+    assert float((found.rebuilt - photo).abs()[right].mean()) < 0.05
+    assert set(found.seconds) == {"features", "search", "check", "attend", "refine"}
 
 
 def test_pictures_of_different_things_are_not_believed(photo):
@@ -78,9 +80,9 @@ def test_other_sizes_and_angles_need_their_options(photo, scale, rotation, optio
 
 
 def test_of_two_poses_the_surer_one_is_taken():
-    def one(confidence):
-        full = torch.full((2, 2), confidence[0])
-        full[1] = confidence[1]
+    def one(certainty):
+        full = torch.full((2, 2), certainty[0])
+        full[1] = certainty[1]
         return Matching(
             full[..., None].expand(2, 2, 2),
             full,
@@ -93,8 +95,8 @@ def test_of_two_poses_the_surer_one_is_taken():
 
     both = _better(one((0.2, 0.7)), one((0.5, 0.6)), 1)
     assert both.pose.tolist() == [[1, 1], [0, 0]]
-    torch.testing.assert_close(both.confidence, torch.tensor([[0.5, 0.5], [0.7, 0.7]]))
-    assert torch.equal(both.place[..., 0], both.confidence)
+    torch.testing.assert_close(both.certainty, torch.tensor([[0.5, 0.5], [0.7, 0.7]]))
+    assert torch.equal(both.warp[..., 0], both.certainty)
     assert both.seconds == {"search": 2.0}
 
 
@@ -107,8 +109,44 @@ def test_it_repeats_tells_and_takes_gray(photo):
     assert shares == sorted(shares)
     assert max(shares) < 1
     again = scram.images.match(gray, gray.roll(3, 1), **how)
-    assert torch.equal(found.place, again.place)
-    assert float((found.offset[10:-10, 10:-20] - torch.tensor([0.0, 3.0])).norm(dim=-1).median()) < 0.5
+    assert torch.equal(found.warp, again.warp)
+    assert float((found.flow[10:-10, 10:-20] - torch.tensor([3.0, 0.0])).norm(dim=-1).median()) < 0.5
+
+
+def test_samples_and_files_hold_the_warp(photo, tmp_path):
+    found = scram.images.match(photo, photo.roll((2, 5), (0, 1)), patch=5)
+    points = found.sample(300, seed=2)
+    x, y = points.a.long().unbind(-1)
+    assert torch.equal(points.b, found.warp[y, x])
+    assert torch.equal(points.certainty, found.certainty[y, x])
+    assert float(points.certainty.min()) >= 0.5
+    taken = ((y // 30) * 4 + x // 40).bincount(minlength=16)  # in 4 x 4 tiles of 30 x 40 pixels
+    passed = F.avg_pool2d((found.certainty >= 0.5).float()[None], (30, 40)).flatten()
+    assert int(taken[passed > 0.7].min()) >= 10  # of 19 each, where all pass
+    assert len(found.sample(10**6).a) == round(found.sure * 120 * 160)
+    for name in ("found.npz", "found.safetensors"):
+        found.save(tmp_path / name, points)
+    with np.load(tmp_path / "found.npz") as arrays:
+        arrays = dict(arrays)
+    tensors = load_file(tmp_path / "found.safetensors")
+    assert sorted(tensors) == sorted(arrays)
+    for name, x in tensors.items():
+        np.testing.assert_array_equal(x, arrays[name])
+    torch.testing.assert_close(tensors["warp"], found.warp, equal_nan=True)
+    assert torch.equal(tensors["points_b"], points.b)
+    with pytest.raises(ValueError, match=r"path must end in .npz or .safetensors, got 'found.pt'"):
+        found.save("found.pt")
+    with pytest.raises(ValueError, match="n must be at least 1, got 0"):
+        found.sample(0)
+
+
+def test_opencv_warps_with_the_warp(photo):
+    cv2 = pytest.importorskip("cv2")
+    b = photo.roll((2, 5), (0, 1))
+    found = scram.images.match(photo, b)
+    x, y = (found.warp[..., n].numpy() for n in (0, 1))
+    warped = cv2.remap(b.numpy(), x, y, cv2.INTER_CUBIC)
+    assert float((torch.from_numpy(warped) - photo).abs()[8:-8, 8:-8].mean()) < 0.02
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from scram.images.matching import own_places
-from scram.images.resample import halved, turned
+from scram.images.resample import halved, own_places, turned
 
 
 def smooth(height, width):

@@ -36,24 +36,24 @@ def test_a_window_over_the_grid_is_dense_matching(impl, device):
     found = matched(impl, device, q, k, radius=9)
     scores = q.flatten(2, 3) @ k.expand(2, 2, 5, 9, 8).flatten(2, 3).mT * 8**-0.5
     down, right = torch.meshgrid(torch.arange(5.0), torch.arange(9.0), indexing="ij")
-    mean = scores.softmax(-1) @ torch.stack((down, right), -1).reshape(45, 2)
-    torch.testing.assert_close(found.coords, mean.reshape(2, 2, 6, 7, 2), rtol=1e-4, atol=1e-4)
+    mean = scores.softmax(-1) @ torch.stack((right, down), -1).reshape(45, 2)
+    torch.testing.assert_close(found.warp, mean.reshape(2, 2, 6, 7, 2), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found.lse, scores.logsumexp(-1).reshape(2, 2, 6, 7), rtol=1e-4, atol=1e-4)
     best = scores.softmax(-1).amax(-1).reshape(2, 2, 6, 7)
-    assert (found.confidence - best).abs().median() < 1e-5
-    assert (found.confidence <= best + 1e-5).all()
+    assert (found.certainty - best).abs().median() < 1e-5
+    assert (found.certainty <= best + 1e-5).all()
     own = torch.stack(
         torch.meshgrid((torch.arange(6) + 0.5) * 5 / 6 - 0.5, (torch.arange(7) + 0.5) * 9 / 7 - 0.5, indexing="ij"), -1
     )
-    torch.testing.assert_close(found.offsets, found.coords - own, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.flow, found.warp - own.flip(-1), rtol=1e-5, atol=1e-5)
 
 
-def test_a_shift_is_found_with_confidence(impl, device):
+def test_a_shift_is_found_with_certainty(impl, device):
     q, k = moved()
     found = matched(impl, device, q, k, radius=2, bidirectional=True, score="cosine", scale=30.0)
-    off = (inner(found.offsets) - torch.tensor([3.0, -2.0])).abs().amax(-1)
+    off = (inner(found.flow) - torch.tensor([-2.0, 3.0])).abs().amax(-1)
     assert (off < 0.05).float().mean() > 0.95
-    assert inner(found.confidence)[off < 0.05].min() > 0.9
+    assert inner(found.certainty)[off < 0.05].min() > 0.9
     assert inner(found.agrees).float().mean() > 0.95
     other = matched(impl, device, q, randn(*k.shape, seed=5), radius=2, bidirectional=True)
     assert other.agrees.float().mean() < 0.6  # nothing corresponds
@@ -76,9 +76,9 @@ def test_what_is_masked_is_not_found_and_nothing_is_nan():
     mask = torch.arange(2).reshape(2, 1, 1).expand(2, 6, 7) > 0  # nothing in the first
     for scales in ((1,), (2, 1)):
         found = Matcher(search=LONG, scales=scales, bidirectional=True)(q, k, key_mask=mask)
-        assert found.coords[0].isnan().all()
-        assert found.coords[1].isfinite().all()
-        assert not found.confidence[0].any()
+        assert found.warp[0].isnan().all()
+        assert found.warp[1].isfinite().all()
+        assert not found.certainty[0].any()
         assert not found.agrees[0].any()
         assert (found.lse[0] == -torch.inf).all()
 
@@ -112,8 +112,8 @@ def test_coarse_to_fine_stays_near_the_coarse_matches(monkeypatch):
 def test_every_rank_and_odd_extents(grid):
     q = randn(1, 1, *grid, 32)
     found = Matcher(scales=(2, 1), search=LONG, radius=1, bidirectional=True)(q, q)
-    assert found.offsets.shape == (1, 1, *grid, len(grid))
-    assert (found.offsets.abs() < 0.5).all(-1).float().mean() > 0.7
+    assert found.flow.shape == (1, 1, *grid, len(grid))
+    assert (found.flow.abs() < 0.5).all(-1).float().mean() > 0.7
 
 
 def test_frames_start_from_the_last_ones():
@@ -145,24 +145,50 @@ def test_gradients_reach_q_and_k():
 
     def function(q, k):
         found = matcher(q, k)
-        return found.coords.double(), found.lse
+        return found.warp.double(), found.lse
 
     found = matcher(q, k)
-    (found.coords.sum() + found.lse.sum()).backward()
+    (found.warp.sum() + found.lse.sum()).backward()
     assert q.grad.abs().sum() > 0
     assert k.grad.abs().sum() > 0
-    assert not found.confidence.requires_grad
+    assert not found.certainty.requires_grad
     own = scram.Matches(found.matches.index, found.matches.score, found.matches.key_grid)
-    place = found.coords.new_tensor([[i // 5, i % 5] for i in range(20)]).double().reshape(1, 1, 4, 5, 2)
+    place = found.warp.new_tensor([[i % 5, i // 5] for i in range(20)]).double().reshape(1, 1, 4, 5, 2)
     wanted = torch.autograd.grad(scram.attend(q, k, place, own).out.sum(), q)[0]
-    torch.testing.assert_close(torch.autograd.grad(matcher(q, k).coords.sum(), q)[0], wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.autograd.grad(matcher(q, k).warp.sum(), q)[0], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_samples_are_pairs_of_the_warp_and_carry_gradients():
+    q, k = moved()
+    q.requires_grad_()
+    mask = torch.zeros(1, 2, 20, 24, dtype=torch.bool)
+    mask[:, 1] = True  # nothing for the first head
+    found = Matcher(radius=1, search=LONG, bidirectional=True, score="cosine", scale=30.0)(q, k, key_mask=mask)
+    points = found.sample(60, seed=3)
+    assert [tuple(x.shape) for x in points] == [(1, 2, 60, 2), (1, 2, 60, 2), (1, 2, 60)]
+    assert points.a[0, 0].isnan().all()
+    assert not points.certainty[0, 0].any()
+    x, y = points.a[0, 1].long().unbind(-1)
+    assert len(set(zip(x.tolist(), y.tolist(), strict=True))) == 60
+    assert torch.equal(points.b[0, 1], found.warp[0, 1, y, x])
+    assert found.agrees[0, 1, y, x].all()
+    assert torch.equal(points.certainty[0, 1], found.certainty[0, 1, y, x])
+    points.b[0, 1].sum().backward()
+    assert q.grad[0, 1].abs().sum() > 0
+    assert points.a.nan_to_num(-1).equal(found.sample(60, seed=3).a.nan_to_num(-1))
+    for n, message in (
+        (0, "n must be at least 1, got 0"),
+        (481, "n must be at most the 480 queries of a head, got 481"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            found.sample(n)
 
 
 def test_half_precision_keeps_coordinates():
     q, k = moved((20, 300), (0, 7))
     found = Matcher(radius=2, search=LONG, score="cosine", scale=30.0)(q.bfloat16(), k.bfloat16())
-    assert found.coords.dtype == torch.float32
-    assert (inner(found.offsets, (20, 280), 5) - torch.tensor([0.0, 7.0])).abs().median() < 0.01
+    assert found.warp.dtype == torch.float32
+    assert (inner(found.flow, (20, 280), 5) - torch.tensor([7.0, 0.0])).abs().median() < 0.01
 
 
 @pytest.mark.parametrize(
@@ -193,7 +219,7 @@ def test_on_the_device(dtype):
     q, k = (x.to("cuda", dtype) for x in moved((60, 92), (3, -2), 64))
     for scales in ((1,), (2, 1)):
         found = Matcher(radius=2, scales=scales, bidirectional=True, score="cosine", scale=30.0, search=LONG)(q, k)
-        assert found.coords.device.type == "cuda"
+        assert found.warp.device.type == "cuda"
         assert (
-            (inner(found.offsets, (60, 92)) - torch.tensor([3.0, -2.0], device="cuda")).abs().amax(-1) < 0.05
+            (inner(found.flow, (60, 92)) - torch.tensor([-2.0, 3.0], device="cuda")).abs().amax(-1) < 0.05
         ).float().mean() > 0.95

@@ -149,6 +149,7 @@ def test_times_that_differ_by_more_than_a_third_are_not_steady(monkeypatch, seco
 @pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])
 def test_every_accelerator_is_waited_for(monkeypatch, kind):
     waited = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: waited.append(str(device)))
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda device: None)
@@ -167,6 +168,7 @@ def test_an_accelerator_that_keeps_no_peak(monkeypatch):
     def none(device):
         raise RuntimeError("no statistics")
 
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", none)

@@ -136,7 +136,7 @@ def climbed(clock, monkeypatch, table, error=0.05, dense=1000.0):
     def errors(truth, out, confidence):
         p95 = torch.full((1, 1), table[clock.runs[-1]][1])
         interval = Interval(p95, p95, p95)
-        return Errors(interval, interval, p95)
+        return Errors(p95, interval, interval)
 
     monkeypatch.setattr(tuning.Truth, "errors", errors)
     q = torch.randn(1, 1, 48, 48, 4)

@@ -129,12 +129,13 @@ def demo(
     "match a.jpg b.jpg --size 240 --out /tmp/m --json",
     "match a.jpg small.jpg --scales 0.5,1,2",
     "match a.jpg turned.jpg --rotations 0,90,180,270",
+    "match a.jpg b.jpg --points 2000 --colmap",
 )
 def match(
     a: Annotated[Path | None, Argument(help="Photograph A; its pixels are the queries.", show_default=False)] = None,
     b: Annotated[Path | None, Argument(help="Photograph B; its pixels are the keys.", show_default=False)] = None,
     sample: Annotated[str | None, Option(help="Instead of files: city, or scikit-image's motorcycle.")] = None,
-    truth: Annotated[Path | None, Option(help="A .npy of true disparities [H, W] or offsets [H, W, 2].")] = None,
+    truth: Annotated[Path | None, Option(help="A .npy of true disparities [H, W] or flow [H, W, 2].")] = None,
     out: Out = Path("scram-match"),
     size: Annotated[int | None, Option(min=16, help="Resize both to this height in pixels.")] = None,
     patch: Annotated[int, Option(min=1, help="Side of the patches, odd.")] = arguments.MATCH_PATCH,
@@ -146,18 +147,22 @@ def match(
     scale: Annotated[float, Option(help="Factor on the cosine before the softmax.")] = arguments.MATCH_SCALE,
     scales: Annotated[str, Option(help="Sizes of things in B against A, with commas: 0.5,1,2.")] = "1",
     rotations: Annotated[str, Option(help="Degrees B is turned, counter-clockwise, with commas: 0,90.")] = "0",
+    points: Annotated[int, Option(min=1, max=1_000_000, help="Matches to sample, by certainty, spread out.")] = 5000,
+    colmap: Annotated[bool, Option("--colmap", help="Also write the samples as text files for COLMAP.")] = False,
     device: Device = "cpu",
     seed: Seed = 0,
     impl: Impl = "auto",
     as_json: Json = False,
 ) -> None:
-    """Find every pixel of A in B: a color-coded match field, B warped onto A, arrows, a confidence, numbers."""
+    """Find every pixel of A in B: a color-coded match field, B warped onto A, lines, a certainty, numbers."""
     with output_folder(out):
         arguments.check_device(device)
         arguments.check_positive("scale", scale)
         sizes = arguments.numbers("scales", scales, 0.1, 10)
         angles = arguments.numbers("rotations", rotations, -360, 360)
         arguments.check_pair(a, b, sample, truth, size)
+        if colmap:
+            arguments.check_colmap(a, b)
         from ..images.matching import Settings
         from .match import run
 
@@ -175,7 +180,19 @@ def match(
             rotations=angles,
             impl=named,
         )
-        run(a, b, sample, truth, out, size, settings, device).finish(out / "match.json", as_json)
+        report = run(
+            a,
+            b,
+            sample,
+            truth,
+            out,
+            size=size,
+            settings=settings,
+            device=device,
+            points=points,
+            colmap=colmap,
+        )
+        report.finish(out / "match.json", as_json)
 
 
 @_command(

@@ -85,6 +85,15 @@ def check_pair(a: Path | None, b: Path | None, sample: str | None, truth: Path |
             check_readable(path)
 
 
+def check_colmap(a: Path | None, b: Path | None) -> None:
+    """COLMAP knows pictures by the names of their files: two, and different."""
+    if a is None or b is None:
+        raise ValueError("--colmap is for two files, not for a sample; leave it out")
+    from ..images.colmap import check_names
+
+    check_names(a.name, b.name)
+
+
 def is_photograph(image: str) -> bool:
     """Whether an argument names a sample; otherwise it must be a file that can be opened."""
     if image in PHOTOGRAPHS and not Path(image).exists():

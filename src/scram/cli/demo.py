@@ -83,7 +83,7 @@ def measured(pair: Pair, result: PairResult, seed: int) -> Numbers:
         "recall": measure.recall(q, k, result.matches, num_queries=SAMPLE, seed=seed),
         "captured_mass": measure.captured_mass(q, k, windows, scale=MATCH_SCALE, num_queries=SAMPLE, seed=seed),
         "output_error": measure.output_error(q, k, v, colors, scale=MATCH_SCALE, num_queries=SAMPLE, seed=seed),
-        "psnr_db": pictures.psnr(result.warped, pair.a),
+        "psnr_db": pictures.psnr(result.rebuilt, pair.a),
     }
     return {"seconds": result.seconds, **{name: float(value) for name, value in quality.items()}}
 
@@ -103,11 +103,11 @@ def times(numbers: Numbers) -> dict[str, str]:
 
 def draw(pair: Pair, runs: dict[str, PairResult], numbers: Numbers, out: Path) -> None:
     """Write the single pictures and the sheet that holds them all."""
-    fields = {name: pictures.offsets(result.matches) for name, result in runs.items()}
+    fields = {name: pictures.flow_of(result.matches) for name, result in runs.items()}
     limit = pictures.wheel_limit(*fields.values())
     rows = numbers["settings"]
     time = times(numbers)
-    rebuilt = runs["default"].warped
+    rebuilt = runs["default"].rebuilt
     error = (rebuilt - pair.a).square().mean(-1).sqrt()
     panels = {
         "photo_a": Panel("Photograph A", pair.a, "its patches are the queries"),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..core.exact import exact_attention
 from ..functional import attend, search
-from ..images.matching import own_places
+from ..images.resample import own_places
 from ..quality import measure
 from ..results import Matches
 from ..settings import Search
@@ -255,7 +255,7 @@ def sweeps(path: Path, size: int, seed: int = 0) -> Numbers:
     for count in SWEEPS:
         settings = Search(sweeps=count, propagate="shift", gossip=0, seed=seed)
         result = find(pair, settings)
-        fields[count] = result.place - own_places(*a.shape[:2])
+        fields[count] = result.warp - own_places(*a.shape[:2]).flip(-1)
         recall[count] = float(measure.recall(pair.q, pair.k, result.matches, num_queries=SAMPLE, seed=seed))
     limit = pictures.wheel_limit(fields[SWEEPS[-1]])
     panels = [Panel("Photograph A", a, "the other is a frame of the same camera pan")]

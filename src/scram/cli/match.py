@@ -11,10 +11,11 @@ from rich.table import Table
 from torch import Tensor
 
 from ..engines import dispatch
+from ..images.colmap import save_colmap
 from ..images.features import plain_share
-from ..images.files import replacing
 from ..images.matching import SURE, Matching, Settings, match
-from ..images.reading import Picture, read
+from ..images.reading import Picture, read, shape_of
+from ..results import MatchedPoints
 from . import memory, pictures
 from .console import Numbers, Printout, complain, counted, numbers_table, progress_line
 from .features import sample_pair, stereo_sample
@@ -22,13 +23,14 @@ from .pictures import Panel, grid_of
 from .provenance import made_with
 
 PLAIN = 0.5  # share of one-color patches above which a warning is printed
+LINES = 80  # matches drawn as lines
 NEAR = 2.0  # pixels; an error up to this counts as a hit
 
 
 def read_truth(path: Path, grid: tuple[int, int]) -> Tensor:
-    """True offsets (down, right) from A to B `[H, W, 2]`, NaN where unknown.
+    """True flow (right, down) from A to B `[H, W, 2]`, NaN where unknown.
 
-    A .npy file of offsets `[H, W, 2]`, or of disparities `[H, W]`: the pixel lies that far to the left in B.
+    A .npy file of a flow `[H, W, 2]`, or of disparities `[H, W]`: the pixel lies that far to the left in B.
     """
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)  # a shape that is wrong costs no memory
@@ -36,24 +38,24 @@ def read_truth(path: Path, grid: tuple[int, int]) -> Tensor:
         raise ValueError(f"{path} is not a .npy file of numbers") from error
     if not isinstance(array, np.ndarray) or array.shape not in (grid, (*grid, 2)):
         got = array.shape if isinstance(array, np.ndarray) else "an .npz archive"
-        raise ValueError(f"{path} must hold {grid} disparities or {(*grid, 2)} offsets, got {got}; save one .npy array")
-    return true_offsets(torch.from_numpy(array.astype(np.float32)))
+        raise ValueError(f"{path} must hold {grid} disparities or a {(*grid, 2)} flow, got {got}; save one .npy array")
+    return true_flow(torch.from_numpy(array.astype(np.float32)))
 
 
-def true_offsets(truth: Tensor) -> Tensor:
-    """Disparities `[H, W]` or offsets `[H, W, 2]` -> offsets, NaN where not finite."""
-    field = torch.stack((torch.zeros_like(truth), -truth), -1) if truth.ndim == 2 else truth
+def true_flow(truth: Tensor) -> Tensor:
+    """Disparities `[H, W]` or a flow `[H, W, 2]` -> a flow, NaN where not finite."""
+    field = torch.stack((-truth, torch.zeros_like(truth)), -1) if truth.ndim == 2 else truth
     return torch.where(field.isfinite().all(-1, keepdim=True), field, torch.nan)
 
 
-def area_under_curve(confidence: Tensor, hit: Tensor) -> float | None:
-    """The chance that a right match has the higher confidence than a wrong one; None where all are right or wrong.
+def area_under_curve(certainty: Tensor, hit: Tensor) -> float | None:
+    """The chance that a right match has the higher certainty than a wrong one; None where all are right or wrong.
 
     >>> area_under_curve(torch.tensor([0.9, 0.5, 0.5, 0.1]), torch.tensor([True, True, False, False]))
     0.875
     """
-    right = confidence[hit].double().sort().values
-    wrong = confidence[~hit].double().contiguous()
+    right = certainty[hit].double().sort().values
+    wrong = certainty[~hit].double().contiguous()
     if not len(right) or not len(wrong):
         return None
     above = len(right) - torch.searchsorted(right, wrong, right=True)
@@ -61,24 +63,24 @@ def area_under_curve(confidence: Tensor, hit: Tensor) -> float | None:
     return float((above + equal / 2).mean() / len(right))
 
 
-def errors(offset: Tensor, truth: Tensor, confidence: Tensor) -> dict[str, float | None]:
-    """How far the offsets are from the truth, in pixels, where there is a truth; and what the confidence is worth."""
+def errors(flow: Tensor, truth: Tensor, certainty: Tensor) -> dict[str, float | None]:
+    """How far a flow is from the truth, in pixels, where there is a truth; and what the certainty is worth."""
     known = truth.isfinite().all(-1)
     if not known.any():
         raise ValueError("the ground truth holds no finite value")
-    difference = (offset - truth)[known].nan_to_num(torch.inf)
+    difference = (flow - truth)[known].nan_to_num(torch.inf)
     error = difference.norm(dim=-1)
-    sure = confidence[known]
+    sure = certainty[known]
     hit = error <= NEAR
     passed = sure >= SURE
     return {
         "valid_pixels": int(known.sum()),
         "median_error_px": float(error.median()),
-        "median_horizontal_error_px": float(difference[:, 1].abs().median()),
+        "median_horizontal_error_px": float(difference[:, 0].abs().median()),
         "within_2px": float(hit.float().mean()),
         "within_2px_surer_half": float(hit[sure >= sure.median()].float().mean()),
         "within_2px_sure": float(hit[passed].float().mean()) if passed.any() else None,
-        "confidence_auc": area_under_curve(sure, hit),
+        "certainty_auc": area_under_curve(sure, hit),
     }
 
 
@@ -91,6 +93,8 @@ def run(
     size: int | None,
     settings: Settings,
     device: str,
+    points: int,
+    colmap: bool,
 ) -> Printout:
     """Match A with B, compare with the ground truth where there is one, and draw."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -99,6 +103,9 @@ def run(
         if a is not None and b is not None:
             check_memory(a, b, size, settings, device)
         read_a, read_b, known = _inputs(a, b, sample, truth, size)
+        if colmap:
+            _check_upright(a, read_a)
+            _check_upright(b, read_b)
         picture_a = read_a.rgb
         picture_b = read_b.rgb
         plain = {"a": plain_share(picture_a, settings.patch), "b": plain_share(picture_b, settings.patch)}
@@ -112,13 +119,14 @@ def run(
         )
         seconds = {**matching.seconds, "all": perf_counter() - start}
         matching = on_cpu(matching)
-        quality = {} if known is None else errors(matching.offset, known, matching.confidence)
+        quality = {} if known is None else errors(matching.flow, known, matching.certainty)
+        sampled = matching.sample(points, seed=settings.seed)
         bar.update(task, completed=1, description="drawing")
         draw(picture_a, picture_b, matching, known, out)
     _warn(plain, matching)
-    with replacing(out / "match.npz") as temporary:
-        arrays = {name: getattr(matching, name).numpy() for name in ("offset", "place", "confidence", "score", "pose")}
-        np.savez_compressed(temporary, allow_pickle=False, poses=np.array(matching.poses), **arrays)
+    matching.save(out / "match.npz", sampled)
+    if colmap and a is not None and b is not None:
+        _save_colmap(a, b, picture_a, picture_b, sampled, out / "colmap")
     numbers = {
         **made_with(device),
         "impl": settings.impl,
@@ -131,8 +139,9 @@ def run(
         "seconds": seconds,
         "plain_share": plain,
         "sure_share": matching.sure,
-        "median_confidence": float(matching.confidence.median()),
-        "median_offset_px": [float(x) for x in matching.offset.flatten(0, 1).nanmedian(0).values],
+        "median_certainty": float(matching.certainty.median()),
+        "median_flow_px": [float(x) for x in matching.flow.flatten(0, 1).nanmedian(0).values],
+        "sampled_points": len(sampled.a),
         "poses": [
             {"scale": scale, "rotation": turn, "share": float((matching.pose == n).float().mean())}
             for n, (scale, turn) in enumerate(matching.poses)
@@ -140,6 +149,7 @@ def run(
         "truth": quality,
     }
     files = f"pictures: {out / 'match.png'} and its parts; arrays: {out / 'match.npz'}; {out / 'match.json'}"
+    files += f"; for COLMAP: {out / 'colmap'}" if colmap else ""
     return Printout(numbers, [_table(numbers)], files)
 
 
@@ -153,9 +163,26 @@ def check_memory(a: Path, b: Path, size: int | None, settings: Settings, device:
         memory.check(needed, f"{a}: matching needs", "give --size, for example --size 480")
 
 
+def _check_upright(path: Path | None, picture: Picture) -> None:
+    if "turned upright" in picture.notes:
+        raise ValueError(f"{path}: COLMAP reads its pixels as they are stored, not upright; save the picture upright")
+
+
+def _save_colmap(a: Path, b: Path, read_a: Tensor, read_b: Tensor, points: MatchedPoints, folder: Path) -> None:
+    """The sampled matches in pixels of the files, which --size may have made smaller."""
+
+    def in_file(path: Path, picture: Tensor, place: Tensor) -> Tensor:
+        shape = shape_of(path)
+        ratio = torch.tensor([shape.width / picture.shape[1], shape.height / picture.shape[0]], dtype=torch.float32)
+        return (place + 0.5) * ratio - 0.5
+
+    own = MatchedPoints(in_file(a, read_a, points.a), in_file(b, read_b, points.b), points.certainty)
+    save_colmap({(a.name, b.name): own}, folder)
+
+
 def on_cpu(matching: Matching) -> Matching:
     """The same with its tensors on the CPU."""
-    tensors = ("place", "confidence", "warped", "score", "pose")
+    tensors = ("warp", "certainty", "rebuilt", "score", "pose")
     return replace(matching, **{name: getattr(matching, name).cpu() for name in tensors})
 
 
@@ -166,7 +193,7 @@ def _warn(plain: dict[str, float], matching: Matching) -> None:
             complain(f"warning: {share:.0%} of photograph {name.upper()} is one color: matches there say nothing")
     if matching.sure < 0.5 and max(plain.values()) <= PLAIN:
         complain(
-            f"warning: {1 - matching.sure:.0%} of the matches fail the check (confidence below {SURE:g}): the pictures "
+            f"warning: {1 - matching.sure:.0%} of the matches fail the check (certainty below {SURE:g}): the pictures "
             "may show different things, or differ in size or angle: try --scales 0.5,1,2 or --rotations 0,90,180,270"
         )
 
@@ -174,10 +201,10 @@ def _warn(plain: dict[str, float], matching: Matching) -> None:
 def _inputs(
     a: Path | None, b: Path | None, sample: str | None, truth: Path | None, size: int | None
 ) -> tuple[Picture, Picture, Tensor | None]:
-    """Both photographs, and the true offsets where they are known."""
+    """Both photographs, and the true flow where they are known."""
     if sample == "motorcycle":
         left, right, disparity = stereo_sample()
-        return Picture(left), Picture(right), true_offsets(disparity)
+        return Picture(left), Picture(right), true_flow(disparity)
     if a is None or b is None:
         picture_a, picture_b = map(Picture, sample_pair(size))
     else:
@@ -189,54 +216,52 @@ def _inputs(
 
 def draw(a: Tensor, b: Tensor, matching: Matching, truth: Tensor | None, out: Path) -> None:
     """Write the single pictures and the sheet that holds them all."""
-    offset = matching.offset
-    limit = pictures.wheel_limit(matching.offset, share=0.8)
+    flow = matching.flow
+    limit = pictures.wheel_limit(flow, share=0.8)
+    lines = Panel(
+        "Some matches",
+        pictures.lines(a, b, matching.sample(LINES)),
+        f"A on the left, B on the right; {LINES} at most, drawn by certainty and spread over the picture",
+    )
     panels = {
         "field": Panel(
             "Match field",
-            pictures.wheel_colors(offset, limit),
-            "where in B each pixel of A lies",
+            pictures.wheel_colors(flow, limit),
+            "where in B each pixel lies",
             pictures.wheel_legend(limit),
         ),
-        "warped": Panel("B warped onto A", matching.warped, "B's colors, mixed by the attention"),
-        "arrows": Panel(
-            "Matches as arrows",
-            pictures.arrows(a, offset, matching.confidence, limit),
-            "the surer half, up to the wheel's rim",
-        ),
-        "confidence": Panel(
-            "Confidence",
-            pictures.shades(matching.confidence, "cividis"),
-            f"there and back, and no second best; {matching.sure:.0%} pass with {SURE:g} or more",
-            pictures.bar_legend(1.0, "confidence", "cividis"),
+        "rebuilt": Panel("A rebuilt from B", matching.rebuilt, "B's colors at the places found"),
+        "certainty": Panel(
+            "Certainty",
+            pictures.shades(matching.certainty, "cividis"),
+            f"{matching.sure:.0%} pass with {SURE:g} or more",
+            pictures.bar_legend(1.0, "certainty", "cividis"),
         ),
     }
     if truth is not None:
-        error = (offset - truth).norm(dim=-1)
         panels["error"] = Panel(
             "Error against the ground truth",
-            pictures.shades(error / 4),
+            pictures.shades((flow - truth).norm(dim=-1) / 4),
             "gray: truth unknown",
             pictures.bar_legend(4.0, "error, px (4 and more: bright)"),
         )
-    pictures.save_each(panels, out)
-    first = [Panel("Photograph A", a, "its patches are the queries")]
-    if truth is None:
-        first.append(Panel("Photograph B", b, "its patches are the keys"))
+    pictures.save_each({"lines": lines, **panels}, out)
     title = f"scram match: {grid_of(a)} pixels of A, found in B"
-    pictures.sheet([*first, *panels.values()], out / "match.png", title)
+    columns = 2 if len(panels) == 4 else 3
+    pictures.sheet(list(panels.values()), out / "match.png", title, columns=columns, first=lines)
 
 
 def _table(numbers: Numbers) -> Table:
     title = f"A found in B ({numbers['impl']} implementation, {counted(numbers['threads'], 'thread')})"
-    note = "confidence: do ways there and back end where they began, is no second place as good; 0 to 1\n"
+    note = "certainty: do ways there and back end where they began, is no second place as good; 0 to 1\n"
     note += "a first search may compile, which its time includes"
-    down, right = numbers["median_offset_px"]
+    right, down = numbers["median_flow_px"]
     rows = {f"of photograph {name.upper()}": ", ".join(notes) for name, notes in numbers["read"].items() if notes}
     rows |= {f"time, {name}": f"{value:.2f} s" for name, value in numbers["seconds"].items()}
-    rows["median offset"] = f"{down:+.1f} px down, {right:+.1f} px right"
-    rows["median confidence"] = f"{numbers['median_confidence']:.3f}"
+    rows["median flow"] = f"{right:+.1f} px right, {down:+.1f} px down"
+    rows["median certainty"] = f"{numbers['median_certainty']:.3f}"
     rows["matches that pass"] = f"{numbers['sure_share']:.1%}"
+    rows["points that were sampled"] = str(numbers["sampled_points"])
     if len(numbers["settings"]["scales"]) * len(numbers["settings"]["rotations"]) > 1:
         for pose in numbers["poses"]:
             rows[f"B at scale {pose['scale']:g}, turned by {pose['rotation']:g}"] = f"{pose['share']:.1%} of A"
@@ -245,6 +270,6 @@ def _table(numbers: Numbers) -> Table:
         rows["median error, horizontal"] = f"{truth['median_horizontal_error_px']:.3f} px"
         rows["within 2 px"] = f"{truth['within_2px']:.1%}"
         rows["within 2 px, surer half"] = f"{truth['within_2px_surer_half']:.1%}"
-        if truth["confidence_auc"] is not None:
-            rows["AUC of the confidence"] = f"{truth['confidence_auc']:.3f}"
+        if truth["certainty_auc"] is not None:
+            rows["AUC of the certainty"] = f"{truth['certainty_auc']:.3f}"
     return numbers_table(("", ""), rows.items(), title, note)

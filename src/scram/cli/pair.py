@@ -8,7 +8,7 @@ from torch import Tensor
 from ..core.tails.clusters import Clusters
 from ..functional import attend, cluster, search
 from ..images.features import PatchFeatures
-from ..images.matching import own_places
+from ..images.resample import own_places
 from ..options import Impl
 from ..quality.timing import now
 from ..results import Attended, Matches
@@ -20,7 +20,7 @@ from .arguments import MATCH_PATCH, MATCH_RADIUS, MATCH_SCALE, MATCH_WIDTH
 class Pair:
     """Photographs A and B `[H, W, 3]`; q from A, k from B `[1, 1, H, W, width]`; v holds B's colors and places.
 
-    The last two channels of v are each key's own (row, column), so that attention returns an expected place in B,
+    The last two channels of v are each key's own (x, y), so that attention returns an expected place in B,
     finer than a pixel.
     """
 
@@ -40,15 +40,15 @@ class PairResult:
     seconds: dict[str, float]
 
     @property
-    def warped(self) -> Tensor:
-        """B's colors at the places found `[H, W, 3]`: B warped onto A."""
+    def rebuilt(self) -> Tensor:
+        """A from B's colors at the places found `[H, W, 3]`."""
         return self.attended.out[0, 0, ..., :3].cpu()
 
     @property
-    def place(self) -> Tensor:
-        """(row, column) in B of each pixel of A `[H, W, 2]`, NaN where no key was found."""
-        place = self.attended.out[0, 0, ..., 3:].cpu()
-        return torch.where((self.matches.index[0, 0, ..., :1] >= 0).cpu(), place, torch.nan)
+    def warp(self) -> Tensor:
+        """(x, y) in B of each pixel of A `[H, W, 2]`, NaN where no key was found."""
+        warp = self.attended.out[0, 0, ..., 3:].cpu()
+        return torch.where((self.matches.index[0, 0, ..., :1] >= 0).cpu(), warp, torch.nan)
 
 
 def pair_of(a: Tensor, b: Tensor, patch: int = MATCH_PATCH, width: int = MATCH_WIDTH, device: str = "cpu") -> Pair:
@@ -56,7 +56,7 @@ def pair_of(a: Tensor, b: Tensor, patch: int = MATCH_PATCH, width: int = MATCH_W
     a = a.to(device)
     b = b.to(device)
     features = PatchFeatures.fit(a, min(width, 3 * patch * patch), patch)
-    places = own_places(*b.shape[:2]).to(device)
+    places = own_places(*b.shape[:2]).flip(-1).to(device)
     return Pair(a, b, features(a), features(b), torch.cat((b, places), -1)[None, None])
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..images.files import replacing
 from ..images.reading import Picture, write
-from ..results import Matches
+from ..results import MatchedPoints, Matches
 
 INK = "#222222"
 
@@ -44,8 +44,8 @@ def grid_of(picture: Tensor) -> str:
     return " x ".join(map(str, picture.shape[:2]))
 
 
-def offsets(matches: Matches, rank: int = 0) -> Tensor:
-    """How far each query's match of that rank lies away, (down, right) in pixels `[H, W, 2]`, NaN where none.
+def flow_of(matches: Matches, rank: int = 0) -> Tensor:
+    """How far each query's match of that rank lies away, (right, down) in pixels `[H, W, 2]`, NaN where none.
 
     Both grids are 2-D; the first row (batch 0, head 0) is taken.
     """
@@ -53,12 +53,12 @@ def offsets(matches: Matches, rank: int = 0) -> Tensor:
     height, width = index.shape
     down = index // matches.key_grid[1] - torch.arange(height, device=index.device)[:, None]
     right = index % matches.key_grid[1] - torch.arange(width, device=index.device)
-    field = torch.stack((down, right), -1).float()
+    field = torch.stack((right, down), -1).float()
     return torch.where(index[..., None] >= 0, field, torch.nan)
 
 
 def wheel_limit(*fields: Tensor, share: float = 0.65) -> float:
-    """A length that `share` of the offsets stay within, for `wheel_colors`; rounded so that a legend reads well."""
+    """A length that `share` of the flow stays within, for `wheel_colors`; rounded so that a legend reads well."""
     lengths = torch.cat([field.norm(dim=-1).flatten() for field in fields])
     limit = max(float(lengths.nanquantile(share)), 1.0)
     step = 10 ** np.floor(np.log10(limit))
@@ -66,11 +66,11 @@ def wheel_limit(*fields: Tensor, share: float = 0.65) -> float:
 
 
 def wheel_colors(field: Tensor, limit: float) -> Tensor:
-    """Offsets `[H, W, 2]` -> colors `[H, W, 3]`: hue is direction, saturation length.
+    """A flow `[H, W, 2]`, (right, down) -> colors `[H, W, 3]`: hue is direction, saturation length.
 
-    Offsets longer than `limit` are darker, NaN is gray.
+    What is longer than `limit` are darker, NaN is gray.
     """
-    down, right = field.unbind(-1)
+    right, down = field.unbind(-1)
     length = field.norm(dim=-1) / limit
     hue = torch.atan2(-down, right) / (2 * torch.pi) % 1
     value = torch.where(length > 1, torch.full_like(length, 0.55), 0.97)
@@ -85,27 +85,31 @@ def shades(values: Tensor, colormap: str = "magma") -> Tensor:
     return torch.where(values.isnan().cpu()[..., None], 0.5, shown)
 
 
-def arrows(picture: Tensor, offset: Tensor, confidence: Tensor, limit: float, across: int = 24) -> Tensor:
-    """The picture `[H, W, 3]`, faded, with offsets of the surer half up to `limit` as lines, a dot at the end."""
-    height, width = offset.shape[:2]
-    step = max(width // across, 1)
-    # Thin lines need pixels: small pictures are enlarged first.
-    zoom = max(1, round(900 / width))
-    faded = _bytes(0.45 + 0.55 * picture.mean(-1, keepdim=True).expand(-1, -1, 3))
-    image = Image.fromarray(faded).resize((width * zoom, height * zoom), Image.Resampling.NEAREST)
+def lines(a: Tensor, b: Tensor, points: MatchedPoints, gap: int = 16) -> Tensor:
+    """Pictures `[H, W, 3]` and `[H', W', 3]` side by side, a line from every point (x, y) of A to its match in B.
+
+    Hue goes by the place in A, so that crossing lines can be told apart; B is scaled to A's height.
+    """
+    zoom = max(1.0, 700 / a.shape[1])  # thin lines need pixels
+    height = round(zoom * a.shape[0])
+    views = [Image.fromarray(_bytes(0.75 * picture)) for picture in (a, b)]
+    views = [view.resize((max(1, round(height * view.width / view.height)), height)) for view in views]
+    left, right = views
+    image = Image.new("RGB", (left.width + gap + right.width, height), "white")
+    image.paste(left, (0, 0))
+    image.paste(right, (left.width + gap, 0))
     brush = ImageDraw.Draw(image)
-    sure = float(confidence.median())
-    for row in range(step // 2, height, step):
-        for column in range(step // 2, width, step):
-            down, right = offset[row, column].tolist()
-            if confidence[row, column] < sure or not down * down + right * right <= limit * limit:
-                continue
-            start = ((column + 0.5) * zoom, (row + 0.5) * zoom)
-            end = (start[0] + right * zoom, start[1] + down * zoom)
-            for color, thick in (("white", 2 * zoom + 2), ("#0b5394", max(zoom, 2))):
-                brush.line((*start, *end), fill=color, width=thick)
-            dot = 1.5 * zoom + 1
-            brush.ellipse((end[0] - dot, end[1] - dot, end[0] + dot, end[1] + dot), fill="#e69f00", outline="white")
+    ratio_b = (right.width / b.shape[1], right.height / b.shape[0])
+    ratio_a = (left.width / a.shape[1], left.height / a.shape[0])
+    thick = max(2, round(height / 320))
+    dot = 1.5 * thick
+    for (x, y), (u, v) in zip(points.a.tolist(), points.b.tolist(), strict=True):
+        start = ((x + 0.5) * ratio_a[0], (y + 0.5) * ratio_a[1])
+        end = (left.width + gap + (u + 0.5) * ratio_b[0], (v + 0.5) * ratio_b[1])
+        color = tuple(round(255 * part) for part in hsv_to_rgb((0.85 * y / a.shape[0], 0.75, 1.0)))
+        brush.line((*start, *end), fill=color, width=thick)
+        for at_x, at_y in (start, end):
+            brush.ellipse((at_x - dot, at_y - dot, at_x + dot, at_y + dot), fill=color, outline="black")
     return torch.from_numpy(np.asarray(image, dtype=np.float32) / 255)
 
 
@@ -124,7 +128,7 @@ def wheel_legend(limit: float) -> Callable[[Axes], None]:
 
     def draw(axes: Axes) -> None:
         line = torch.linspace(-1.2, 1.2, 241, dtype=torch.float32, device="cpu") * limit
-        field = torch.stack(torch.meshgrid(line, line, indexing="ij"), -1)
+        field = torch.stack(torch.meshgrid(line, line, indexing="xy"), -1)
         alpha = (field.norm(dim=-1) <= 1.2 * limit).float()
         inset = axes.inset_axes((0.0, 0.0, 0.24, 0.42), zorder=3)
         inset.imshow(torch.cat((wheel_colors(field, limit), alpha[..., None]), -1).numpy())
@@ -154,25 +158,36 @@ def bar_legend(limit: float, label: str, colormap: str = "magma", low: float = 0
     return draw
 
 
-def sheet(panels: Sequence[Panel], path: Path, title: str, note: str = "", columns: int = 3) -> None:
-    """Write the panels on one page, row by row, as a PNG."""
+def sheet(
+    panels: Sequence[Panel], path: Path, title: str, note: str = "", columns: int = 3, first: Panel | None = None
+) -> None:
+    """Write the panels on one page, row by row, as a PNG; `first` stands above them, as wide as the page."""
     rows = -(-len(panels) // columns)
-    height, width = panels[0].picture.shape[:2]
-    size = (5.0 * columns, rows * (5.0 * height / width + 0.5) + 0.4 + 0.3 * bool(note))  # inches
+    heights = [5.0 * panels[0].picture.shape[0] / panels[0].picture.shape[1] + 0.5] * rows  # inches
+    if first is not None:
+        heights.insert(0, 5.0 * columns * first.picture.shape[0] / first.picture.shape[1] + 0.5)
+    size = (5.0 * columns, sum(heights) + 0.4 + 0.3 * bool(note))
     figure = Figure(size, dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.08), facecolor="white")
     figure.suptitle(title, fontsize=16, fontweight="bold", color=INK)
+    cells = figure.add_gridspec(len(heights), columns, height_ratios=heights)
+    if first is not None:
+        _show(figure.add_subplot(cells[0, :]), first)
     for place, panel in enumerate(panels):
-        axes = figure.add_subplot(rows, columns, place + 1)
-        axes.imshow(_bytes(panel.picture), interpolation="nearest")
-        axes.set_axis_off()
-        axes.set_title(panel.title, fontsize=12, loc="left", color=INK, pad=18)
-        axes.text(0, 1.015, panel.note, transform=axes.transAxes, fontsize=9, color="#666666", va="bottom")
-        if panel.legend:
-            panel.legend(axes)
+        row, column = divmod(place, columns)
+        _show(figure.add_subplot(cells[row + len(heights) - rows, column]), panel)
     if note:
         figure.supxlabel(note, fontsize=10, color="#666666")
     with replacing(path) as temporary:
         figure.savefig(temporary)
+
+
+def _show(axes: Axes, panel: Panel) -> None:
+    axes.imshow(_bytes(panel.picture), interpolation="nearest")
+    axes.set_axis_off()
+    axes.set_title(panel.title, fontsize=12, loc="left", color=INK, pad=18)
+    axes.text(0, 1.015, panel.note, transform=axes.transAxes, fontsize=9, color="#666666", va="bottom")
+    if panel.legend:
+        panel.legend(axes)
 
 
 def _bytes(picture: Tensor) -> NDArray[np.uint8]:

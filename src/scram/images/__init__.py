@@ -3,8 +3,8 @@
 >>> import torch, scram.images
 >>> a = torch.rand(40, 50, 3)
 >>> found = scram.images.match(a, a.roll(2, 1), patch=5)
->>> found.offset[20, 20]
-tensor([0., 2.])
+>>> found.flow[20, 20].round()
+tensor([2., 0.])
 >>> picture, hole = torch.rand(24, 30, 1), torch.zeros(24, 30, dtype=torch.bool)
 >>> hole[8:12, 9:14] = True
 >>> scram.images.inpaint(picture, hole).shape
@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .colmap import save_colmap as save_colmap
     from .denoising import denoise as denoise
     from .generation import generate as generate
     from .inpainting import inpaint as inpaint
@@ -30,6 +31,7 @@ _HOMES = {
     "inpaint": "inpainting",
     "match": "matching",
     "retarget": "retargeting",
+    "save_colmap": "colmap",
 }
 __all__ = list(_HOMES)
 

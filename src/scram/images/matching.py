@@ -1,26 +1,34 @@
-"""Dense correspondence of two pictures: coarse to fine, with a confidence from ways back and second bests."""
+"""Dense correspondence of two pictures: coarse to fine, with a certainty from ways back and second bests."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import isfinite
+from pathlib import Path
 from time import perf_counter
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .._compat import ONE_THREAD
+from ..core import checks
+from ..core.balanced import balanced
+from ..core.files import save_tensors
 from ..functional import attend, search
 from ..options import Impl
 from ..quality.timing import now
-from ..results import Matches
+from ..results import MatchedPoints, Matches
 from ..settings import Search
 from .checks import check_finite, check_floats
 from .features import PatchFeatures
-from .resample import halved, turned
+from .files import replacing
+from .refinement import refined
+from .resample import halved, own_places, turned
 
 PATCH = 11
 WIDTH = 32
@@ -30,7 +38,7 @@ SCALE = 100.0  # on unit features a score is a cosine; times 100 the softmax has
 COARSEST = 40  # a level has at least so many lines and columns, times two where there is a coarser one
 NEAR = 2.0  # pixels; a way there and back that ends so far from its start counts half
 AROUND = 5  # radius of the neighborhood whose ways back are averaged
-SURE = 0.5  # a match of this confidence or more passes
+SURE = 0.5  # a match of this certainty or more passes
 SCREEN = 160  # lines of the pictures on which poses are compared
 MOST_SECOND = 600_000  # points of both pictures at the level where second bests are sought
 SECOND = Search(matches=2, sweeps=4)
@@ -56,41 +64,73 @@ class Settings:
 
 @dataclass(frozen=True)
 class Matching:
-    """Where in B each pixel of A lies.
+    """Where in B each pixel of A lies. Places are (x, y), x to the right and y down.
+
+    The center of the first pixel is (0, 0), as in OpenCV: `cv2.remap(b, warp[..., 0], warp[..., 1], ...)` is B warped
+    onto A. COLMAP has it at (0.5, 0.5); `save_colmap` adds the half.
 
     Args:
-        place: float32 [H, W, 2], (row, column) in B, finer than a pixel; NaN where no key was found.
-        confidence: float32 [H, W], 0..1; `SURE` or more passes the check.
-        warped: float32 [H, W, 3], B's colors at these places.
+        warp: float32 [H, W, 2], (x, y) in B, finer than a pixel; NaN where no key was found.
+        certainty: float32 [H, W], 0..1; `SURE` or more passes the check.
+        rebuilt: float32 [H, W, 3], A from B's colors: attention over the windows around the matches.
         score: float32 [H, W], the cosine of the two patches.
         pose: int64 [H, W], which of `poses` each match was found under.
         poses: (scale, rotation) of B against A that were tried at full size.
         seconds: of each stage.
     """
 
-    place: Tensor
-    confidence: Tensor
-    warped: Tensor
+    warp: Tensor
+    certainty: Tensor
+    rebuilt: Tensor
     score: Tensor
     pose: Tensor
     poses: tuple[tuple[float, float], ...]
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
-    def offset(self) -> Tensor:
-        """(down, right) from each pixel of A to its place in B [H, W, 2]."""
-        return self.place - own_places(*self.place.shape[:2]).to(self.place.device)
+    def flow(self) -> Tensor:
+        """(right, down) from each pixel of A to its place in B [H, W, 2]."""
+        return self.warp - own_places(*self.warp.shape[:2]).to(self.warp.device).flip(-1)
 
     @property
     def sure(self) -> float:
         """The share of matches that pass the check."""
-        return float((self.confidence >= SURE).float().mean())
+        return float((self.certainty >= SURE).float().mean())
 
+    def sample(self, n: int, *, seed: int = 0) -> MatchedPoints:
+        """At most n matches that pass the check, drawn by certainty and spread over the picture: (x, y) [n, 2] of each.
 
-def own_places(height: int, width: int) -> Tensor:
-    """(row, column) of each pixel `[H, W, 2]`."""
-    rows, columns = (torch.arange(extent, dtype=torch.float32, device="cpu") for extent in (height, width))
-    return torch.stack(torch.meshgrid(rows, columns, indexing="ij"), -1)
+        Args:
+            n: how many; fewer where fewer pass.
+            seed: of the draw; the same on every device.
+
+        >>> a = torch.rand(40, 50, 3)
+        >>> points = match(a, a.roll(2, 1), patch=5).sample(100)
+        >>> points.a.shape, (points.b - points.a).median(0).values.round()
+        (torch.Size([100, 2]), tensor([2., 0.]))
+        """
+        checks.whole("n", n, 1)
+        checks.count("seed", seed)
+        passed = torch.where((self.certainty >= SURE) & self.warp.isfinite().all(-1), self.certainty, 0)
+        taken = balanced(passed[None], min(n, passed.numel()), seed)[0]
+        taken = taken[taken >= 0]
+        own = own_places(*passed.shape).to(passed.device).flip(-1)
+        return MatchedPoints(own.flatten(0, 1)[taken], self.warp.flatten(0, 1)[taken], passed.flatten()[taken])
+
+    def save(self, path: str | os.PathLike[str], points: MatchedPoints | None = None) -> None:
+        """Write the fields but for `rebuilt` and `seconds`, and points, to an .npz or a .safetensors file."""
+        suffix = Path(path).suffix
+        if suffix not in (".npz", ".safetensors"):
+            raise ValueError(f"path must end in .npz or .safetensors, got {os.fspath(path)!r}")
+        tensors = {name: getattr(self, name).cpu() for name in ("warp", "certainty", "score", "pose")}
+        tensors["poses"] = torch.tensor(self.poses, dtype=torch.float64, device="cpu")
+        if points is not None:
+            tensors |= {f"points_{name}": x.cpu() for name, x in points._asdict().items()}
+        if suffix == ".safetensors":
+            save_tensors(tensors, {"format": "scram.images.Matching"}, path)
+            return
+        with replacing(path) as temporary:
+            np.savez_compressed(temporary, allow_pickle=False, **{name: x.numpy() for name, x in tensors.items()})
 
 
 @ONE_THREAD  # threads of torch's operators would spin where those of the searches run
@@ -113,16 +153,17 @@ def match(
 ) -> Matching:
     """Find every pixel of picture A in picture B.
 
-    Every level of a pyramid is searched there and back; a finer level starts from the matches of the coarser one. The
-    confidence is how well ways there and back end where they began, in the pixel and around it, less where a second
-    place, at least half a patch away, looks as good as the first.
+    Every level of a pyramid is searched there and back; a finer level starts from the matches of the coarser one. At
+    the end the flow is made locally affine and moved to where the colors fit best, finer than a pixel. The certainty
+    is how well ways there and back end where they began, in the pixel and around it, less where a second place, at
+    least half a patch away, looks as good as the first.
 
     Args:
         a, b: [H, W, C] and [H', W', C] with C 1 or 3, values 0..1, on one device.
         patch: side of the patches that are compared, odd.
         width: numbers kept of each patch by a PCA.
         matches, separation: matches per pixel that attention mixes, and how far they are apart.
-        radius: of the window around each match whose softmax gives the place.
+        radius: of the window around each match whose softmax rebuilds A, and gives the place to start from.
         sweeps: of the search at the coarsest level; finer ones take two.
         scale: factor on the cosine before the softmax.
         scales: sizes at which B may show what A shows: 0.5 for a picture of half the size.
@@ -133,7 +174,7 @@ def match(
 
     >>> a = torch.rand(48, 64, 3)
     >>> found = match(a, a.rot90(), patch=5, rotations=(0, 90))
-    >>> found.place.shape, found.poses
+    >>> found.warp.shape, found.poses
     (torch.Size([48, 64, 2]), ((1.0, 90.0),))
     """
     settings = Settings(
@@ -189,17 +230,17 @@ def _likely(a: Tensor, b: Tensor, poses: list[tuple[float, float]], settings: Se
     while min(a.shape[:2]) >= 2 * SCREEN:
         a = halved(a)
         b = halved(b)
-    worth = {pose: float(_in_pose(a, b, pose, settings).confidence.mean()) for pose in poses}
+    worth = {pose: float(_in_pose(a, b, pose, settings).certainty.mean()) for pose in poses}
     best = max(worth.values())
     return sorted((pose for pose in poses if worth[pose] >= 0.4 * best), key=lambda pose: -worth[pose])
 
 
 def _better(one: Matching, other: Matching, number: int) -> Matching:
     """Per pixel the surer one of two matchings."""
-    better = other.confidence > one.confidence
+    better = other.certainty > one.certainty
     picked = {
         name: torch.where(better if new.ndim == 2 else better.unsqueeze(-1), new, getattr(one, name))
-        for name in ("place", "confidence", "warped", "score")
+        for name in ("warp", "certainty", "rebuilt", "score")
         for new in (getattr(other, name),)
     }
     seconds = {name: value + other.seconds[name] for name, value in one.seconds.items()}
@@ -221,7 +262,7 @@ def _in_pose(
     work = [x.shape[0] * x.shape[1] + y.shape[0] * y.shape[1] for x, y, _ in levels]
     second = max(n for n, size in enumerate(work) if n == 0 or (n < len(work) - 1 and size <= MOST_SECOND))
     state = _Level()
-    seconds = dict.fromkeys(("features", "search", "check", "attend"), 0.0)
+    seconds = dict.fromkeys(("features", "search", "check", "attend", "refine"), 0.0)
     distinct = None
     done = 0
     start = perf_counter()
@@ -248,13 +289,16 @@ def _in_pose(
     ).out[0, 0]
     clock("attend")
     best = Matches(state.forward.index[..., :1], state.forward.score[..., :1], state.forward.key_grid)
-    confidence = _agreement(best, state.backward) * _stretched(distinct, a)
+    certainty = _agreement(best, state.backward) * _stretched(distinct, a)
     has_match = best.index[0, 0] >= 0  # [H, W, 1]
     clock("check")
-    place = torch.where(has_match, posed.origin(out[..., 3:]), torch.nan)
+    rough = torch.where(has_match, out[..., 3:], own_places(*a.shape[:2]).to(a.device))
+    certainty = torch.where(has_match[..., 0], certainty, torch.zeros_like(certainty))
+    place = refined(a, posed.picture, rough, certainty)
+    clock("refine")
     return Matching(
-        place,
-        torch.where(has_match[..., 0], confidence, 0),
+        torch.where(has_match, posed.origin(place), torch.nan).flip(-1),
+        certainty,
         out[..., :3],
         best.score[0, 0, ..., 0],
         torch.zeros_like(best.index[0, 0, ..., 0], dtype=torch.int64),

@@ -11,6 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def own_places(height: int, width: int) -> Tensor:
+    """(row, column) of each pixel `[H, W, 2]`."""
+    rows, columns = (torch.arange(extent, dtype=torch.float32, device="cpu") for extent in (height, width))
+    return torch.stack(torch.meshgrid(rows, columns, indexing="ij"), -1)
+
+
 def halved(picture: Tensor) -> Tensor:
     """[H, W, C] -> [ceil(H/2), ceil(W/2), C], each point the mean of those it covers."""
     size = [(extent + 1) // 2 for extent in picture.shape[:2]]

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core import checks, pipeline
+from ..core.balanced import balanced
 from ..core.checks import explains
 from ..core.pipeline import execute
 from ..core.resolve import Request, as_search
 from ..options import Auto, Impl
-from ..results import Matches
+from ..results import MatchedPoints, Matches
 from ..settings import Score, Search
 from ..spec import places
 from ..spec.grid import Grid, coordinates, grid_of
@@ -32,37 +33,71 @@ class Correspondence(NamedTuple):
     """What a `Matcher` finds.
 
     matches: the keys found, best first, [B, H, *G, kappa].
-    coords: float32 [B, H, *G, rank], the mean place on the key grid of the keys in the windows around the matches,
-        weighted by their softmax (soft-argmax); NaN where no key was found. It carries gradients to q and k.
-    confidence: float32 [B, H, *G], the weight of the best key among those of the windows, 0..1; 0 where there is none.
+    warp: float32 [B, H, *G, rank], where on the key grid each query lies: the mean place of the keys in the windows
+        around the matches, weighted by their softmax (soft-argmax). On planes (x, y): x to the right, y down, the
+        center of the first key at (0, 0); on other grids the last axis is first. NaN where no key was found. It
+        carries gradients to q and k.
+    certainty: float32 [B, H, *G], the weight of the best key among those of the windows, 0..1; 0 where there is none.
     lse: [B, H, *G], the log of the normalizer, with gradients.
     back: for every key the query found, [B, H, *G', 1]; None unless the matcher is bidirectional.
     agrees: bool [B, H, *G], whether the way there and back ends near the query; None unless it is bidirectional.
     """
 
     matches: Matches
-    coords: Tensor
-    confidence: Tensor
+    warp: Tensor
+    certainty: Tensor
     lse: Tensor
     back: Matches | None = None
     agrees: Tensor | None = None
 
     @property
-    def offsets(self) -> Tensor:
-        """`coords` less each query's own place on the key grid: the flow, [B, H, *G, rank]."""
-        grid = tuple(self.coords.shape[2:-1])
+    def flow(self) -> Tensor:
+        """`warp` less each query's own place on the key grid: [B, H, *G, rank], (right, down) on planes."""
+        return self.warp - self._own_places()
+
+    def sample(self, n: int, *, seed: int = 0) -> MatchedPoints:
+        """n matches of every head, drawn by certainty and spread over the grid: [B, H, n, rank] and [B, H, n].
+
+        Where the matcher is bidirectional only matches on which both ways agree are drawn. A head that has fewer holds
+        NaN and certainty 0 in their place. Places in the keys carry gradients.
+
+        Args:
+            n: how many; at most the queries of a head.
+            seed: of the draw; the same on every device.
+        """
+        queries = math.prod(self.certainty.shape[2:])
+        if checks.whole("n", n, 1) > queries:
+            raise ValueError(f"n must be at most the {queries} queries of a head, got {n}")
+        checks.count("seed", seed)
+        certainty = self.certainty if self.agrees is None else self.certainty * self.agrees
+        taken = balanced(certainty.flatten(0, 1), n, seed).reshape(*certainty.shape[:2], n)  # [B, H, n]
+        there = taken >= 0
+        taken = taken.clamp(min=0)
+        rank = self.warp.shape[-1]
+        every = torch.arange(queries, device=taken.device)
+        own = torch.stack(coordinates(every, tuple(certainty.shape[2:])), -1).flip(-1).float()  # [N, rank]
+        b = self.warp.flatten(2, -2).gather(2, taken.unsqueeze(-1).expand(*taken.shape, rank))
+        return MatchedPoints(
+            torch.where(there.unsqueeze(-1), own[taken], torch.nan),
+            torch.where(there.unsqueeze(-1), b, torch.nan),
+            torch.where(there, certainty.flatten(2).gather(2, taken), 0),
+        )
+
+    def _own_places(self) -> Tensor:
+        """Each query's own place on the key grid [*G, rank], the last axis first."""
+        grid = tuple(self.warp.shape[2:-1])
         keys = self.matches.key_grid
         axes = [
-            (torch.arange(n, dtype=torch.float32, device=self.coords.device) + 0.5) * (m / n) - 0.5
+            (torch.arange(n, dtype=torch.float32, device=self.warp.device) + 0.5) * (m / n) - 0.5
             for n, m in zip(grid, keys, strict=True)
         ]
-        return self.coords - torch.stack(torch.meshgrid(*axes, indexing="ij"), -1)
+        return torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).flip(-1)
 
 
 class Matcher(Searching):
     """Finds for every query its place among the keys: q [B, H, *G, E], k [B, Hk, *G', E] -> `Correspondence`.
 
-    No parameters. Differentiable in q and k through `coords` and `lse`.
+    No parameters. Differentiable in q and k through `warp` and `lse`.
 
     Args:
         radius: of the windows that the mean place is taken from; an int or one per axis. Smaller ones are faster and
@@ -81,8 +116,10 @@ class Matcher(Searching):
 
     >>> q = torch.randn(1, 1, 12, 16, 32)
     >>> found = Matcher(search=Search(seed=0))(q, q.roll(3, 3))
-    >>> found.offsets[0, 0, 5, 5].round().int().tolist()
-    [0, 3]
+    >>> found.flow[0, 0, 5, 5].round().int().tolist()
+    [3, 0]
+    >>> found.sample(50).b.shape
+    torch.Size([1, 1, 50, 2])
     """
 
     @explains
@@ -176,17 +213,17 @@ class Matcher(Searching):
         """The mean places around the matches, and the way back."""
         key_grid = matches.key_grid
         every = torch.arange(math.prod(key_grid), device=k.device)
-        place = torch.stack(coordinates(every, key_grid), -1)  # [M, rank]
+        place = torch.stack(coordinates(every, key_grid), -1).flip(-1)  # [M, rank], the last axis first
         v = place.to(accumulator(k.dtype)).reshape(*key_grid, -1).expand(*k.shape[:-1], -1)
         result = execute(pipeline.run, q, k, v, request._replace(search=None, warm=None, matches=matches))
         assert result.lse is not None
         exists = matches.index[..., 0] >= 0
         factor = default_scale(self.scale, q.shape[-1], self.score, "softmax")
-        confidence = (factor * matches.score[..., 0] - result.lse.detach()).exp().clamp(max=1).nan_to_num(0)
+        certainty = (factor * matches.score[..., 0] - result.lse.detach()).exp().clamp(max=1).nan_to_num(0)
         correspondence = Correspondence(
             matches=matches,
-            coords=torch.where(exists.unsqueeze(-1), result.out.float(), torch.nan),
-            confidence=torch.where(exists, confidence.float(), 0),
+            warp=torch.where(exists.unsqueeze(-1), result.out.float(), torch.nan),
+            certainty=torch.where(exists, certainty.float(), 0),
             lse=result.lse,
         )
         return self._checked(q, k, correspondence) if self.bidirectional else correspondence
