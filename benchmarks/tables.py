@@ -489,10 +489,10 @@ def versions() -> str:
         names = [made.get(name, "none") for name in ("torch", "triton", "numba", "python")]
         groups.setdefault((*names, row["commit"]), []).append((key.split()[1], row))
     return table(
-        ("torch", "Triton", "Numba", "Python", "commit", "parts", "passed", "failed", "skipped"),
+        ("torch", "Triton", "Numba", "Python", "parts", "passed", "failed", "skipped"),
         *(
             (
-                *versions,
+                *versions[:-1],
                 ", ".join(part for part, _ in parts),
                 *(str(sum(row[name] for _, row in parts)) for name in ("passed", "failed", "skipped")),
             )
