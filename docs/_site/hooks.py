@@ -77,7 +77,8 @@ def on_page_content(content: str, page: Any, config: Any, files: Any) -> str:
 
 def labeled(table: str) -> str:
     """A wide table whose cells name their column; empty ones of the first two columns also what stands above."""
-    names = [re.sub(r"<[^>]*>", "", cell) for cell in re.findall(r"<th[^>]*>(.*?)</th>", table, re.S)]
+    heads = re.findall(r"<th(?:\s[^>]*)?>(.*?)</th>", table, re.S)  # not <thead>
+    names = [re.sub(r"<[^>]*>", "", cell) for cell in heads]
     if len(names) < WIDE:
         return table
     above = {0: "", 1: ""}

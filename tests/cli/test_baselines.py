@@ -89,6 +89,7 @@ def test_more_random_features_come_nearer():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own, as it compiles
 def test_flex_attends_the_same_blocks():
     q, k, v = tensors((19, 23), width=16)
     v = torch.randn(q.shape, generator=torch.Generator().manual_seed(9))

@@ -31,7 +31,7 @@ def test_demo_writes_pictures_and_a_table(tmp_path: Path) -> None:
         "time: of search, clusters and attention",
         "recall@1: share of queries",
         "captured mass: share of the exact",
-        "output error: |output - exact output|",
+        "output error: ||out - exact|| ",
     ):
         assert meaning in printed
     for name in PICTURES:

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -216,7 +217,7 @@ def test_budgets_of_nothing_and_of_everything(clock):
 def test_the_seed_makes_it_repeatable(clock):
     q, k, v = diffuse(size=40)
     one, same, other = (scram.tune(q, k, v, num_queries=200, seed=seed) for seed in (1, 1, 2))
-    assert one == same
+    assert replace(one, busy=False) == replace(same, busy=False)  # what else runs on the machine is no setting
     assert torch.equal(one(q, k, v), same(q, k, v))
     assert one.rungs[0].error != other.rungs[0].error
     assert (one.setting.search or one.setting.tail).seed == 1

@@ -22,7 +22,7 @@ def job(name: str, picture: Tensor) -> tuple[Callable[[], object], int]:
     if name == "denoise":
         return lambda: images.denoise(picture, 0.1), pixels * memory.of_blocks(3)
     if name == "match":
-        return lambda: images.match(picture, picture), 2 * pixels * memory.of_features(MATCH_WIDTH)
+        return lambda: images.match(picture, picture), 2 * pixels * memory.of_matches(MATCH_WIDTH)
     if name == "inpaint":
         hole = torch.zeros(picture.shape[:2], dtype=torch.bool)
         hole[20:-20, 20:-20] = True

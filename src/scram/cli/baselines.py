@@ -40,9 +40,10 @@ def top_keys(q: Tensor, k: Tensor, v: Tensor, scale: float, count: int = 64) -> 
 def random_features(q: Tensor, k: Tensor, v: Tensor, scale: float, count: int = 256, seed: int = 0) -> Tensor:
     """Positive orthogonal random features of the softmax kernel, as Performers have them: linear attention."""
     width = q.shape[-1]
-    draws = torch.Generator().manual_seed(seed)
-    blocks = [torch.linalg.qr(torch.randn(width, width, generator=draws))[0] for _ in range(-(-count // width))]
-    lengths = torch.randn(count, width, generator=draws).norm(dim=-1, keepdim=True)
+    draws = torch.Generator("cpu").manual_seed(seed)
+    drawn = {"generator": draws, "dtype": torch.float32, "device": "cpu"}
+    blocks = [torch.linalg.qr(torch.randn(width, width, **drawn))[0] for _ in range(-(-count // width))]
+    lengths = torch.randn(count, width, **drawn).norm(dim=-1, keepdim=True)
     directions = (torch.cat(blocks, 1).T[:count] * lengths).to(q)  # [count, E]
 
     def exponents(x: Tensor) -> Tensor:
@@ -154,7 +155,7 @@ def _chosen(
     """Blocks of keys of each block of queries [B, H, T, most], and how many of them count [B, H, T]."""
     if reach is None:
         best = best_blocks(q, k, blocks, count)
-        return best, torch.full(best.shape[:-1], best.shape[-1], device=q.device)
+        return best, torch.full(best.shape[:-1], best.shape[-1], dtype=torch.int64, device=q.device)
     order, numbers = near_blocks(blocks, grid, reach)
     return order.expand(*q.shape[:2], -1, -1), numbers.expand(*q.shape[:2], -1)
 

@@ -159,7 +159,7 @@ def check_memory(a: Path, b: Path, size: int | None, settings: Settings, device:
     enlarged = max(1.0, 1 / min(settings.scales)) ** 2  # B is brought to the size of A
     pixels = shapes[a].pixels + round(enlarged * shapes[b].pixels)
     if device == "cpu":
-        needed = pixels * memory.of_features(settings.width, settings.matches)
+        needed = pixels * memory.of_matches(settings.width, settings.matches)
         memory.check(needed, f"{a}: matching needs", "give --size, for example --size 480")
 
 
@@ -173,7 +173,8 @@ def _save_colmap(a: Path, b: Path, read_a: Tensor, read_b: Tensor, points: Match
 
     def in_file(path: Path, picture: Tensor, place: Tensor) -> Tensor:
         shape = shape_of(path)
-        ratio = torch.tensor([shape.width / picture.shape[1], shape.height / picture.shape[0]], dtype=torch.float32)
+        sides = [shape.width / picture.shape[1], shape.height / picture.shape[0]]
+        ratio = torch.tensor(sides, dtype=torch.float32, device="cpu")
         return (place + 0.5) * ratio - 0.5
 
     own = MatchedPoints(in_file(a, read_a, points.a), in_file(b, read_b, points.b), points.certainty)

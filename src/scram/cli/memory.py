@@ -12,6 +12,7 @@ READING = 16  # bytes of a value while a picture is read: Pillow's, an array's, 
 BLOCK_COPIES = 12  # of a picture beside the features of its blocks, which are held twice
 PATCH_COPIES = 8  # of all patches of a picture, as float32, that are held at once
 BESIDE = 300  # bytes of a pixel beside its patch: features, matches, weights, what is drawn
+REFINEMENT = 500  # bytes of a pixel while matches are made finer than a pixel
 SMALLER = "give a smaller picture"
 CONTAINER = Path("/sys/fs/cgroup")  # where Linux says how much a container may take
 
@@ -59,8 +60,13 @@ def of_frames(channels: int, patch: int, width: int, frames: int) -> int:
 
 
 def of_features(width: int, matches: int = 1) -> int:
-    """Bytes of a pixel that has features and matches, without its patch: `match`, `explore`."""
+    """Bytes of a pixel that has features and matches, without its patch: as `explore` does."""
     return 16 * width + 16 * matches + BESIDE
+
+
+def of_matches(width: int, matches: int = 1) -> int:
+    """Bytes of a pixel of `match`."""
+    return of_features(width, matches) + REFINEMENT
 
 
 def available() -> int | None:

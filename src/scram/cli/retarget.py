@@ -26,7 +26,7 @@ def run(image: str, width: int | None, height: int | None, out: Path, device: st
     plain = with_channels(picture, resize(channels, size))
     write(result, out / "retargeted.png")
     importance = saliency(channels)
-    one = torch.ones(1, device=importance.device)
+    one = torch.ones(1, dtype=importance.dtype, device=importance.device)
     changed = {
         "retargeted": shape_error(importance, *strips(importance, old, size)),
         "resized": shape_error(importance, one * size[0] / old[0], one * size[1] / old[1]),

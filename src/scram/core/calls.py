@@ -398,7 +398,7 @@ class WindowScoresGrads(NamedTuple):
     k: Tensor
 
 
-class BlockGroupsCall(NamedTuple):
+class BlockGroups(NamedTuple):
     """Group blocks of one frame with blocks like them in all frames, shrink each group, and add it to sums.
 
     A group holds the nearest blocks in order, the reference block before all, a power of two of them. Without guides

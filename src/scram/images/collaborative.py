@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.calls import BlockGroupsCall
+from ..core.calls import BlockGroups
 from ..spec.blocks import SIDE
 from .groups import add_groups
 from .pca import principal_axes
@@ -107,7 +107,7 @@ class Sums:
         else:
             around = centers[:, rows][:, :, columns]
             around[own] = places
-        call = BlockGroupsCall(
+        call = BlockGroups(
             noisy=noisy,
             guides=guides,
             features=_features(noisy if guides is None else guides, own, how),

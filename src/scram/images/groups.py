@@ -1,4 +1,4 @@
-"""Groups of similar blocks in torch, where the kernels of a CPU do not serve: the meaning of a BlockGroupsCall."""
+"""Groups of similar blocks in torch, where the kernels of a CPU do not serve: the meaning of a BlockGroups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.calls import BlockGroupsCall
+from ..core.calls import BlockGroups
 from ..core.correlation import box_scores
 from ..engines import dispatch
 from ..spec.blocks import PIXELS, SIDE, cosine, haar, spline
@@ -18,7 +18,7 @@ CHUNK_NUMBERS = 1 << 25  # of groups that are shrunk together
 SCORE_NUMBERS = 1 << 20  # of scores that are made together
 
 
-def add_groups(call: BlockGroupsCall) -> None:
+def add_groups(call: BlockGroups) -> None:
     """By the engine that serves the device."""
     if dispatch.choose("auto", call.noisy.device, call.noisy.dtype).name == "numba":
         from ..engines.cpu import collaborate
@@ -28,7 +28,7 @@ def add_groups(call: BlockGroupsCall) -> None:
         add_groups_by_torch(call)
 
 
-def add_groups_by_torch(call: BlockGroupsCall) -> None:
+def add_groups_by_torch(call: BlockGroups) -> None:
     """Strip by strip: coefficients of all blocks at once, groups as rows of them, sums of coefficients, then pixels."""
     frames, channels, _, width = call.noisy.shape
     line = (spline() if call.guides is None else cosine()).to(call.noisy)
@@ -73,7 +73,7 @@ def add_groups_by_torch(call: BlockGroupsCall) -> None:
             call.weights[n, :, top : top + lines] += weight
 
 
-def _groups(call: BlockGroupsCall) -> Iterator[tuple[int, int, list[Tensor]]]:
+def _groups(call: BlockGroups) -> Iterator[tuple[int, int, list[Tensor]]]:
     """Strip by strip: its first line of blocks, the one after the last, and groups by their size.
 
     A group is a row of an int64 tensor [n, size]: blocks, numbered row-major within the strip of all frames.
@@ -108,7 +108,7 @@ def _groups(call: BlockGroupsCall) -> Iterator[tuple[int, int, list[Tensor]]]:
 
 
 def _scored(
-    call: BlockGroupsCall, keys: Tensor, lines: Tensor, boxes: list[tuple[int, int]]
+    call: BlockGroups, keys: Tensor, lines: Tensor, boxes: list[tuple[int, int]]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of some lines of groups: 2 q.k - |k|^2 of all blocks at hand and which they are [n, m, places], and the first
     line of their windows [n * m, frames]. Blocks are numbered row-major within all frames."""

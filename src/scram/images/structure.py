@@ -55,7 +55,7 @@ class Structure:
         offset = self.offset[rim : rim + height, rim : rim + width]
         rows, columns = (torch.arange(n, device=offset.device) for n in (height, width))
         place = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), -1) + offset
-        size = torch.tensor((height, width), device=offset.device)
+        size = torch.tensor((height, width), dtype=torch.int64, device=offset.device)
         fits = (offset != 0).any(-1) & (place >= 0).all(-1) & (place < size).all(-1)
         index = torch.where(fits, place[..., 0] * width + place[..., 1], -1).int()[None, None, ..., None]
         score = torch.zeros(index.shape, dtype=torch.float32, device=index.device)
@@ -75,7 +75,7 @@ def continued(known: Tensor, hole: Tensor, colors: int) -> Structure | None:
     offsets = offsets[: max(1, int((TABLE / len(places)) ** 0.5))]
     labels = _Labels.of(seen, hole, offsets, places)
     chosen, cost = labels.chosen(hole)
-    size = torch.tensor(hole.shape, device=hole.device)
+    size = torch.tensor(hole.shape, dtype=torch.int64, device=hole.device)
     moved = places + offsets[chosen]
     fits = labels.allowed.gather(1, chosen[:, None])[:, 0]
     moved = torch.where(fits[:, None], moved, places).clamp(min=torch.zeros_like(size), max=size - 1)
@@ -113,7 +113,7 @@ def frequent_offsets(known: Tensor, hole: Tensor) -> tuple[Tensor, float]:
         found.append(keys[torch.where(far, distance, torch.inf).argmin(1)] - keys[some])
     offset = torch.cat(found)
     offset = offset[offset.abs().amax(-1) > least]  # of a patch without any far one
-    middle = torch.tensor([height - 1, width - 1], device=hole.device)
+    middle = torch.tensor([height - 1, width - 1], dtype=torch.int64, device=hole.device)
     counts = torch.zeros(2 * height - 1, 2 * width - 1, dtype=known.dtype, device=hole.device)
     one = torch.ones((), dtype=known.dtype, device=hole.device)
     for sign in (1, -1):  # what goes on to the right does so to the left

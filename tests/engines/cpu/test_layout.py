@@ -12,6 +12,7 @@ SETTINGS = scram.Search(matches=2, seed=5, sweeps=3)
 
 def test_sixteen_bit_tensors_are_widened_once():
     q, k, v = (torch.randn(1, 1, 40, 40, 8, dtype=torch.bfloat16) for _ in range(3))
+    scram.attention(q, k, v, search=SETTINGS, tail=None, impl="numba")  # the first call of a kind measures itself
     with torch.profiler.profile(record_shapes=True) as profile:
         scram.attention(q, k, v, search=SETTINGS, tail=None, impl="numba")
     copies = [event for event in profile.events() if event.name == "aten::_to_copy"]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...core.calls import BlockGroupsCall
+from ...core.calls import BlockGroups
 from ...spec.blocks import PIXELS, SIDE, cosine, spline
 from .compiled import compiled
 from .layout import Array
@@ -25,7 +25,7 @@ NAME = np.int64(2**32 - 1)
 
 
 class Blocks(NamedTuple):
-    """A BlockGroupsCall as the kernels read it."""
+    """A BlockGroups as the kernels read it."""
 
     noisy: Array  # [frames, C, H, W]
     guide: Array  # [frames, C, H, W]
@@ -60,7 +60,7 @@ class Slabs(NamedTuple):
 
 
 @in_one_pool
-def add_groups(call: BlockGroupsCall) -> None:
+def add_groups(call: BlockGroups) -> None:
     frames = range(len(call.noisy))
     order = [call.own, *(n for n in frames if n != call.own)]
     blocks = Blocks(
