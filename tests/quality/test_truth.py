@@ -151,3 +151,26 @@ def test_a_callable_score_takes_no_dropout():
     q, k, v = tensors()
     with pytest.raises(ValueError, match="callable score takes no dropout; pass dropout_p=0"):
         every_key(q, k, v, score=lambda q, k: (q * k).sum(-1), dropout_p=0.1)
+
+
+@pytest.mark.parametrize("unit", [1e-25, 1e-22, 1e25, 1e37])
+def test_outputs_far_from_one_are_compared(unit):
+    q, k, v = torch.randn(3, 1, 1, 8, 8, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    truth = Truth.of(q, k, v * unit)
+    assert float(truth.errors(torch.zeros_like(v)).output) == pytest.approx(1, rel=1e-3)
+    near = Truth.of(q, k, v).errors(1.5 * scram.exact_attention(q, k, v).out)
+    far = truth.errors(1.5 * scram.exact_attention(q, k, v * unit).out)
+    torch.testing.assert_close(far.output, near.output, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("impl", ["reference", "numba"])
+@pytest.mark.parametrize("unit", [1e-20, 1e-21, 1e-22, 1e-23])
+def test_clusters_of_tiny_values_are_those_of_the_scores(impl, unit):
+    smooth = torch.nn.functional.interpolate(
+        2 * torch.randn(3, 8, 6, 6, generator=torch.Generator().manual_seed(0)), (24, 24), mode="bicubic"
+    )
+    q, k, v = smooth.movedim(1, -1)[:, None, None]
+    tail = scram.Clusters(count=64, keys=64, seed=0)
+    out = scram.attention(q, k, v * unit, search=None, tail=tail, impl=impl)
+    off = (out / unit - scram.exact_attention(q, k, v).out).norm() / scram.exact_attention(q, k, v).out.norm()
+    assert float(off) < 0.2

@@ -20,6 +20,7 @@ from ..spec.scoring import accumulator
 from . import checks
 from .dense import dense_attention
 from .layout_hints import warn_caller
+from .statistics import sum_of_squares
 from .tails.base import NO_TAIL
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def _squares(resolved: Resolved, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -
     wide = accumulator(out.dtype)
     exact = exact.to(wide)
     off = out.flatten(2, -2)[:, :, queries].to(wide) - exact
-    return torch.stack([off.square().sum((-2, -1)), exact.square().sum((-2, -1))])
+    return torch.stack([sum_of_squares(x).sum(-1) for x in (off, exact)])
 
 
 def sampled(points: int, device: torch.device) -> Tensor:
@@ -208,7 +209,7 @@ def _mend(resolved: Resolved) -> str:
     """What to do where the call is far off."""
     ways = ["error=0.05, which tunes attention for such tensors once"]
     if resolved.tail is NO_TAIL:
-        ways = ["no tail=None, which leaves out every key outside the windows", *ways]
+        ways = [f"{ways[0]}; leave out tail=None, which drops every key outside the windows"]
     elif not resolved.request.causal:
         count = max(1024, 2 * resolved.tail.samples)
         keys = max(2048, 2 * resolved.tail.keys)

@@ -122,10 +122,10 @@ class Matching:
         suffix = Path(path).suffix
         if suffix not in (".npz", ".safetensors"):
             raise ValueError(f"path must end in .npz or .safetensors, got {os.fspath(path)!r}")
-        tensors = {name: getattr(self, name).cpu() for name in ("warp", "certainty", "score", "pose")}
+        tensors = {name: getattr(self, name).detach().cpu() for name in ("warp", "certainty", "score", "pose")}
         tensors["poses"] = torch.tensor(self.poses, dtype=torch.float64, device="cpu")
         if points is not None:
-            tensors |= {f"points_{name}": x.cpu() for name, x in points._asdict().items()}
+            tensors |= {f"points_{name}": x.detach().cpu() for name, x in points._asdict().items()}
         if suffix == ".safetensors":
             save_tensors(tensors, {"format": "scram.images.Matching"}, path)
             return

@@ -49,7 +49,7 @@ class Errors(NamedTuple):
         counts = ~size.isnan()
         count = counts.sum(-1)
         rms = (torch.where(counts, size, 0).sum(-1) / count).unsqueeze(-1)
-        share = torch.where(square == 0, 0, (square / rms).nan_to_num(nan=torch.inf, posinf=torch.inf)).sqrt()
+        share = torch.where(square == 0, 0, (square / rms).nan_to_num(nan=torch.inf, posinf=torch.inf)).sqrt().float()
         share = torch.where(counts, share, torch.nan)
         output = torch.where(counts, share, 0).square().sum(-1).div(count).sqrt()
         size_share = statistics.root_share(size, points, confidence)  # the root mean square is of the sample too
@@ -127,12 +127,12 @@ class Truth:
 
     def square(self, out: Tensor) -> Tensor:
         """|out - exact|^2 of the sampled queries [B, H, n], of an output [B, H, *G, F]."""
-        return (out.flatten(2, -2)[:, :, self.queries].to(self.out.dtype) - self.out).square().sum(-1)
+        return statistics.sum_of_squares(out.flatten(2, -2)[:, :, self.queries].to(self.out.dtype) - self.out)
 
     @property
     def size(self) -> Tensor:
         """|exact|^2 of the sampled queries [B, H, n]; NaN for a query without an allowed key."""
-        return torch.where(self.lse > -torch.inf, self.out.square().sum(-1), torch.nan)
+        return torch.where(self.lse > -torch.inf, statistics.sum_of_squares(self.out), torch.nan)
 
     def errors(self, out: Tensor, confidence: float = statistics.CONFIDENCE) -> Errors:
         """Of an output [B, H, *G, F]; what is not finite where the truth is, is infinitely far off."""

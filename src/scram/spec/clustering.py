@@ -310,7 +310,9 @@ class Space(NamedTuple):
         spread = (metric * covariance).sum()
         variance = (v - v_mean).square().sum(-1).mean()
         share = torch.where(spread > 0, VALUE_WEIGHT * spread, 1)  # values alone where all scores are equal
-        return Space(metric, torch.where(variance > 0, share / variance, 0), k_mean, v_mean)
+        weight = share / variance
+        usable = (variance > 0) & weight.isfinite()  # values near the least number have no part
+        return Space(metric, torch.where(usable, weight, 0), k_mean, v_mean)
 
     def forms(self, centers: Tensor, values: Tensor, sizes: Tensor) -> LinearForms:
         k = centers - self.k_mean

@@ -316,3 +316,5 @@ def _metric(source, start, row, lines):
     variance /= size
     share = VALUE_WEIGHT * spread if spread > 0 else 1.0  # values alone where all scores are equal
     start.numbers[row, PARTS] = share / variance if variance > 0 else 0.0
+    if not start.numbers[row, PARTS] < math.inf:  # rounded as stored: values near the least number have no part
+        start.numbers[row, PARTS] = 0.0
