@@ -330,4 +330,3 @@ def test_values_far_from_one_are_warned_of_too(unit):
     x = torch.randn(1, 1, 48, 48, 16, generator=torch.Generator().manual_seed(0))
     with pytest.warns(scram.AccuracyWarning, match="off dense attention"):
         scram.attention(x, x.roll(1, 2), x.flip(2) * unit, search=None, tail=scram.Clusters(count=8, keys=16, seed=0))
-        scram.attention(x, x.roll(1, 2), x.flip(2) * unit, search=None, tail=scram.Clusters(count=8, keys=16, seed=0))

@@ -41,9 +41,11 @@ def random_features(q: Tensor, k: Tensor, v: Tensor, scale: float, count: int = 
     """Positive orthogonal random features of the softmax kernel, as Performers have them: linear attention."""
     width = q.shape[-1]
     draws = torch.Generator("cpu").manual_seed(seed)
-    drawn = {"generator": draws, "dtype": torch.float32, "device": "cpu"}
-    blocks = [torch.linalg.qr(torch.randn(width, width, **drawn))[0] for _ in range(-(-count // width))]
-    lengths = torch.randn(count, width, **drawn).norm(dim=-1, keepdim=True)
+    blocks = [
+        torch.linalg.qr(torch.randn(width, width, generator=draws, dtype=torch.float32, device="cpu"))[0]
+        for _ in range(-(-count // width))
+    ]
+    lengths = torch.randn(count, width, generator=draws, dtype=torch.float32, device="cpu").norm(dim=-1, keepdim=True)
     directions = (torch.cat(blocks, 1).T[:count] * lengths).to(q)  # [count, E]
 
     def exponents(x: Tensor) -> Tensor:
