@@ -70,6 +70,7 @@ def value_weight(space, row):
     variance = tl.load(space.variance + row)
     share = tl.where(spread > 0, WEIGHT * spread, 1.0)  # values alone where all scores are equal
     weight = tl.where(variance > 0, share / tl.where(variance > 0, variance, 1.0), 0.0)
+    weight = tl.where(weight < float("inf"), weight, 0.0)  # values near the least number have no part
     return weight, 1e-6 * (spread + weight * variance)
 
 
