@@ -121,3 +121,13 @@ def test_two_processes_compile_all_that_a_call_needs(tmp_path):
     assert again.stdout.split() == ["0", "True"]
     assert "compiling" not in again.stderr
     assert len(list(tmp_path.rglob("*.nbc"))) == count
+
+
+def test_the_other_process_ends_with_the_first(first, tmp_path, monkeypatch):
+    _, ran = first
+    parents = iter([7, 7, 1])  # at the start, before each stage
+    monkeypatch.setattr(ahead.os, "getppid", lambda: next(parents))
+    with pytest.raises(SystemExit):
+        ahead.compile_for(KIND)
+    assert ran == ["b"]
+    assert not list(tmp_path.glob("*.done"))

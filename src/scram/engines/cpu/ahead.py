@@ -83,13 +83,14 @@ def expect(rank: int, dtype: torch.dtype, gradients: bool) -> None:
 def compile_for(given: tuple[int, str, bool]) -> None:
     """The other process."""
     torch.set_num_threads(1)
+    parent = os.getppid()
     kind = Kind(*given)
     folder = folder_of(_row_states)
     assert folder is not None
     forward, backward = _stages(kind)
-    _compile([*forward[1:], forward[0]], kind, folder)  # the first process begins with the first
+    _compile([*forward[1:], forward[0]], kind, folder, parent)  # the first process begins with the first
     if kind.gradients:
-        _compile(backward[::-1], kind, folder)
+        _compile(backward[::-1], kind, folder, parent)
     (folder / f"{kind.name}.done").touch()
 
 
@@ -120,9 +121,11 @@ def _end(other: subprocess.Popen[bytes], owner: int) -> None:
             other.wait(1)
 
 
-def _compile(stages: Sequence[Stage], kind: Kind, folder: Path) -> None:
-    """Run stages once, but for those that another process is compiling."""
+def _compile(stages: Sequence[Stage], kind: Kind, folder: Path, parent: int | None = None) -> None:
+    """Run stages once, but for those that another process is compiling; end where `parent` has ended."""
     for name, run in stages:
+        if parent is not None and os.getppid() != parent:
+            sys.exit("the process that waited for this code has ended")
         file = _claimed(folder / f"{kind.name}.{name}.lock")
         if file is None:
             continue
