@@ -208,13 +208,14 @@ def _report(measured: _Measured) -> None:
 def _mend(resolved: Resolved) -> str:
     """What to do where the call is far off."""
     ways = ["error=0.05, which tunes attention for such tensors once"]
+    begin = "Pass"
     if resolved.tail is NO_TAIL:
-        ways = [f"{ways[0]}; leave out tail=None, which drops every key outside the windows"]
+        begin = "Leave out tail=None, which drops every key outside the windows, or pass"
     elif not resolved.request.causal:
         count = max(1024, 2 * resolved.tail.samples)
         keys = max(2048, 2 * resolved.tail.keys)
         ways.append(f"tail=scram.Clusters(count={count}, keys={keys}), which visits more")
-    return f"Pass {', or '.join(ways)}, or search=None, tail=None, which is dense attention"
+    return f"{begin} {', or '.join(ways)}, or search=None, tail=None, which is dense attention"
 
 
 atexit.register(look)
